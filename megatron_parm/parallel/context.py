@@ -1,0 +1,66 @@
+"""What a rank knows of its groups: one `Axis` each, joined in a frozen `ParallelContext`. Floor 3.
+
+Both are values passed as arguments; nothing in the project keeps them in module state. A layer takes the axis it needs,
+not the whole context.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_parm.parallel.grid import RankGrid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One process axis as seen by this rank.
+
+    `size` ranks, this one at place `rank`; `ranks` are their global numbers in axis order. `group` is None exactly when
+    the axis has one rank: no collective is ever needed there.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: "ProcessGroup | None"
+
+    @staticmethod
+    def single(name: str, rank: int = 0) -> "Axis":
+        """An axis of one rank, for a single process."""
+        return Axis(name, 1, 0, (rank,), None)
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Every axis of this rank. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP."""
+
+    grid: RankGrid
+    rank: int
+    device: torch.device
+    world: Axis
+    stage: Axis
+    pp: Axis
+    dp: Axis
+    tp: Axis
+    edp: Axis
+    ep: Axis
+    esp: Axis
+    ep_esp: Axis
+
+    @staticmethod
+    def single(device: torch.device | None = None) -> "ParallelContext":
+        """The context of one process on its own: every axis has size 1. Needs no torch.distributed."""
+        names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp")
+        axes = {name: Axis.single(name) for name in names}
+        return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), **axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`."""
+        found = getattr(self, name)
+        assert isinstance(found, Axis)
+        return found

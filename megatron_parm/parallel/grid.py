@@ -1,0 +1,106 @@
+"""Ranks as an integer grid: which ranks form each group of each axis. No processes, no torch.distributed. Floor 3.
+
+The dense part of a model sees the world as (pp, dp, tp), the MoE part sees the same ranks as (pp, edp, ep, esp); the last
+name varies fastest. So a tp group and an esp group are consecutive ranks (inside a node), an ep group strides by esp.
+Source: parm.md section 1 (paper: MP = tp, ESP = esp); Megatron's rank order for the dense part.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megatron_parm.errors import LayoutError
+
+DENSE_ORDER = ("pp", "dp", "tp")
+EXPERT_ORDER = ("pp", "edp", "ep", "esp")
+
+# axis name -> the grid it belongs to and the dims of that grid that vary inside one group
+AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tp": (DENSE_ORDER, ("tp",)),
+    "dp": (DENSE_ORDER, ("dp",)),
+    "pp": (DENSE_ORDER, ("pp",)),
+    "esp": (EXPERT_ORDER, ("esp",)),
+    "ep": (EXPERT_ORDER, ("ep",)),
+    "edp": (EXPERT_ORDER, ("edp",)),
+    "ep_esp": (EXPERT_ORDER, ("ep", "esp")),
+    "stage": (DENSE_ORDER, ("dp", "tp")),
+    "world": (DENSE_ORDER, ("pp", "dp", "tp")),
+}
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The sizes of every axis over `world` ranks. Raises LayoutError, in the user's flags, for sizes that do not fit."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    esp: int = 1
+
+    def __post_init__(self) -> None:
+        for flag, size in (
+            ("--tensor-model-parallel-size", self.tp),
+            ("--pipeline-model-parallel-size", self.pp),
+            ("--expert-model-parallel-size", self.ep),
+            ("--expert-tensor-parallel-size", self.esp),
+        ):
+            if size < 1:
+                raise LayoutError(f"{flag} {size} must be at least 1")
+        if self.world % (self.tp * self.pp):
+            raise LayoutError(
+                f"--tensor-model-parallel-size {self.tp} x --pipeline-model-parallel-size {self.pp} = {self.tp * self.pp} "
+                f"must divide the {self.world} ranks of the run; start a multiple of {self.tp * self.pp} ranks, or use "
+                f"sizes whose product is one of {_divisors(self.world)}"
+            )
+        stage = self.world // self.pp
+        if stage % (self.ep * self.esp):
+            raise LayoutError(
+                f"--expert-model-parallel-size {self.ep} x --expert-tensor-parallel-size {self.esp} = {self.ep * self.esp} "
+                f"must divide the {stage} ranks of a pipeline stage (world {self.world} / pp {self.pp}); "
+                f"use sizes whose product is one of {_divisors(stage)}"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the dense part."""
+        return self.world // (self.pp * self.tp)
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert shard."""
+        return self.world // (self.pp * self.ep * self.esp)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks in one group of `axis`."""
+        return prod(int(getattr(self, dim)) for dim in AXES[axis][1])
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Every group of `axis`, each a tuple of global ranks in the order of the axis."""
+        order, inside = AXES[axis]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinates in enumerate(self._walk(order)):
+            outside = tuple(c for dim, c in zip(order, coordinates, strict=True) if dim not in inside)
+            found.setdefault(outside, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of `axis` that holds global `rank`."""
+        return next(ranks for ranks in self.groups(axis) if rank in ranks)
+
+    def coordinate(self, axis: str, rank: int) -> int:
+        """The place of global `rank` in its group of `axis`."""
+        return self.group_of(axis, rank).index(rank)
+
+    def _walk(self, order: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        sizes = [int(getattr(self, dim)) for dim in order]
+        for rank in range(self.world):
+            coordinates = []
+            for size in reversed(sizes):
+                rank, coordinate = divmod(rank, size)
+                coordinates.append(coordinate)
+            yield tuple(reversed(coordinates))

@@ -1,0 +1,95 @@
+"""How a parameter lies over the ranks: the one source for clipping, gradient reduction, checkpoint and resharding. Floor 3.
+
+Every parameter of a model carries a `ShardSpec` (set by `make_parameter`, read by `spec_of`). A dense parameter is
+replicated over dp, and over tp where no dim is cut by it; an expert parameter is replicated over edp, and over ep or esp
+where no dim is cut by them. Each rank holds a contiguous box of the global tensor.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parm.parallel.context import Axis, ParallelContext
+
+Role = Literal["dense", "expert"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dim `dim` of the global tensor is cut in equal parts over `axis`."""
+
+    dim: int
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The global shape of a parameter, its cuts, its role, and whether weight decay applies.
+
+    `role` says who holds replicas: "dense" over dp, "expert" over edp. `decays` is False for biases and norm weights.
+    """
+
+    global_shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    role: Role
+    decays: bool
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's box."""
+        shape = list(self.global_shape)
+        for cut in self.cuts:
+            shape[cut.dim] //= cut.axis.size
+        return tuple(shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """This rank's box as slices of the global tensor."""
+        slices = [slice(0, size) for size in self.global_shape]
+        for cut in self.cuts:
+            part = self.global_shape[cut.dim] // cut.axis.size
+            slices[cut.dim] = slice(cut.axis.rank * part, (cut.axis.rank + 1) * part)
+        return tuple(slices)
+
+    def is_cut_by(self, axis_name: str) -> bool:
+        """Whether some dim is cut over the axis of that name."""
+        return any(cut.axis.name == axis_name for cut in self.cuts)
+
+    def is_counted_here(self, ctx: ParallelContext) -> bool:
+        """Whether this rank counts the parameter in sums over the whole world: of all replicas of a box exactly one does."""
+        if self.role == "dense":
+            return ctx.dp.rank == 0 and (ctx.tp.rank == 0 or self.is_cut_by("tp"))
+        counted = ctx.edp.rank == 0
+        for axis in (ctx.ep, ctx.esp):
+            counted = counted and (axis.rank == 0 or self.is_cut_by(axis.name))
+        return counted
+
+
+def make_parameter(
+    global_shape: tuple[int, ...],
+    *cuts: Cut,
+    role: Role = "dense",
+    decays: bool = True,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Parameter:
+    """An uninitialised parameter that holds this rank's box of `global_shape`, with its `ShardSpec` attached.
+
+    Raises ValueError if a dim is not divisible by its axis; entrances have checked that before.
+    """
+    for cut in cuts:
+        if global_shape[cut.dim] % cut.axis.size:
+            raise ValueError(f"dim {cut.dim} of {global_shape} is not divisible by {cut.axis.name} = {cut.axis.size}")
+    spec = ShardSpec(global_shape, cuts, role, decays)
+    parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device))
+    parameter.shard_spec = spec  # type: ignore[attr-defined]  # torch allows attributes on a Parameter
+    return parameter
+
+
+def spec_of(parameter: Tensor) -> ShardSpec:
+    """The `ShardSpec` of a parameter. Every parameter of a model has one."""
+    spec = getattr(parameter, "shard_spec", None)
+    assert isinstance(spec, ShardSpec), "a parameter was made without make_parameter"
+    return spec
