@@ -1,7 +1,7 @@
 """Ranks as an integer grid: which ranks form each group of each axis. No processes, no torch.distributed. Floor 3.
 
-The dense part of a model sees the world as (pp, dp, tp), the MoE part sees the same ranks as (pp, edp, ep, esp); the last
-name varies fastest. So a tp group and an esp group are consecutive ranks (inside a node), an ep group strides by esp.
+The dense part of a model sees the world as (pp, dp, tp), the MoE part sees the same ranks as (pp, edp, ep, esp); the
+last name varies fastest. So a tp or esp group is consecutive ranks (inside a node), an ep group strides by esp.
 Source: parm.md section 1 (paper: MP = tp, ESP = esp); Megatron's rank order for the dense part.
 """
 
@@ -34,7 +34,7 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The sizes of every axis over `world` ranks. Raises LayoutError, in the user's flags, for sizes that do not fit."""
+    """The sizes of every axis over `world` ranks. Raises LayoutError, in the user's flags, where they do not fit."""
 
     world: int
     tp: int = 1
@@ -53,16 +53,16 @@ class RankGrid:
                 raise LayoutError(f"{flag} {size} must be at least 1")
         if self.world % (self.tp * self.pp):
             raise LayoutError(
-                f"--tensor-model-parallel-size {self.tp} x --pipeline-model-parallel-size {self.pp} = {self.tp * self.pp} "
-                f"must divide the {self.world} ranks of the run; start a multiple of {self.tp * self.pp} ranks, or use "
-                f"sizes whose product is one of {_divisors(self.world)}"
+                f"--tensor-model-parallel-size {self.tp} x --pipeline-model-parallel-size {self.pp} = "
+                f"{self.tp * self.pp} must divide the {self.world} ranks of the run; start a multiple of "
+                f"{self.tp * self.pp} ranks, or use sizes whose product is one of {_divisors(self.world)}"
             )
         stage = self.world // self.pp
         if stage % (self.ep * self.esp):
             raise LayoutError(
-                f"--expert-model-parallel-size {self.ep} x --expert-tensor-parallel-size {self.esp} = {self.ep * self.esp} "
-                f"must divide the {stage} ranks of a pipeline stage (world {self.world} / pp {self.pp}); "
-                f"use sizes whose product is one of {_divisors(stage)}"
+                f"--expert-model-parallel-size {self.ep} x --expert-tensor-parallel-size {self.esp} = "
+                f"{self.ep * self.esp} must divide the {stage} ranks of a pipeline stage "
+                f"(world {self.world} / pp {self.pp}); use sizes whose product is one of {_divisors(stage)}"
             )
 
     @property
@@ -99,8 +99,8 @@ class RankGrid:
     def _walk(self, order: Sequence[str]) -> Iterator[tuple[int, ...]]:
         sizes = [int(getattr(self, dim)) for dim in order]
         for rank in range(self.world):
-            coordinates = []
+            coordinates, rest = [], rank
             for size in reversed(sizes):
-                rank, coordinate = divmod(rank, size)
+                rest, coordinate = divmod(rest, size)
                 coordinates.append(coordinate)
             yield tuple(reversed(coordinates))

@@ -1,8 +1,8 @@
-"""How a parameter lies over the ranks: the one source for clipping, gradient reduction, checkpoint and resharding. Floor 3.
+"""How a parameter lies over the ranks: the one source for clipping, gradient reduction and checkpoints. Floor 3.
 
 Every parameter of a model carries a `ShardSpec` (set by `make_parameter`, read by `spec_of`). A dense parameter is
-replicated over dp, and over tp where no dim is cut by it; an expert parameter is replicated over edp, and over ep or esp
-where no dim is cut by them. Each rank holds a contiguous box of the global tensor.
+replicated over dp, and over tp where no dim is cut by it; an expert parameter is replicated over edp, and over ep or
+esp where no dim is cut by them. Each rank holds a contiguous box of the global tensor.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class ShardSpec:
         return any(cut.axis.name == axis_name for cut in self.cuts)
 
     def is_counted_here(self, ctx: ParallelContext) -> bool:
-        """Whether this rank counts the parameter in sums over the whole world: of all replicas of a box exactly one does."""
+        """Whether this rank counts the parameter in sums over the world: of all replicas of a box exactly one does."""
         if self.role == "dense":
             return ctx.dp.rank == 0 and (ctx.tp.rank == 0 or self.is_cut_by("tp"))
         counted = ctx.edp.rank == 0
