@@ -1,0 +1,101 @@
+"""The table of layouts on which distributed tests run, and the pairwise cover of several tables.
+
+`bash tests/run.sh` runs a pairwise cover of what a test lists in `@pytest.mark.cover(...)`, `--full` the whole product.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from megatron_parm.errors import LayoutError
+from megatron_parm.parallel.grid import RankGrid
+
+POOL_SIZES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of one test; `world` is 1 or the size of a pool."""
+
+    world: int
+    tp: int = 1
+    ep: int = 1
+    esp: int = 1
+    pp: int = 1
+
+    @property
+    def grid(self) -> RankGrid:
+        """The grid of these sizes."""
+        return RankGrid(self.world, tp=self.tp, pp=self.pp, ep=self.ep, esp=self.esp)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "ep", "esp", "pp") if getattr(self, name) > 1]
+        return "-".join([f"w{self.world}", *sizes])
+
+
+SINGLE = Layout(1)
+
+# What MoE runs compare with one process: each axis alone, then together, with dp and edp where ranks are left.
+MOE_LAYOUTS = (
+    SINGLE,
+    Layout(2, tp=2),
+    Layout(2, ep=2),
+    Layout(2, esp=2),  # tp < esp
+    Layout(2, tp=2, ep=2),
+    Layout(2, tp=2, esp=2),  # tp = esp
+    Layout(4, tp=2, ep=2),
+    Layout(4, tp=2, esp=2, ep=2),
+    Layout(4, tp=4, esp=2, ep=2),  # tp > esp
+    Layout(4, tp=1, esp=2, ep=2),
+    Layout(4, tp=2, esp=4),
+    Layout(4, tp=2, esp=2),  # edp 2, dp 2
+    Layout(4, ep=2),  # edp 2, dp 4
+    Layout(8, tp=2, esp=2, ep=2),  # edp 2
+    Layout(8, tp=4, esp=2, ep=4),
+    Layout(8, tp=2, esp=4, ep=2),
+    Layout(8, tp=2, ep=4),
+    Layout(8, tp=4, esp=4, ep=2),
+)
+
+# Layouts of a dense model.
+DENSE_LAYOUTS = (SINGLE, Layout(2), Layout(2, tp=2), Layout(4, tp=2), Layout(4, tp=4), Layout(8, tp=4), Layout(8, tp=2))
+
+
+def every_layout(worlds: Sequence[int] = (1, *POOL_SIZES), pipeline: bool = False) -> Iterator[Layout]:
+    """Every layout with powers of two as sizes; with `pipeline` also those of several stages."""
+    for world in worlds:
+        sizes = [size for size in (1, 2, 4, 8) if size <= world]
+        for tp, ep, esp, pp in product(sizes, sizes, sizes, sizes if pipeline else [1]):
+            layout = Layout(world, tp=tp, ep=ep, esp=esp, pp=pp)
+            try:
+                _ = layout.grid
+            except LayoutError:
+                continue
+            yield layout
+
+
+def everything(*axes: Sequence[Any], where: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """The product of `axes`, less the rows for which `where(*row)` is false."""
+    return [row for row in product(*axes) if where(*row)]
+
+
+def cover(*axes: Sequence[Any], where: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """Few rows of the product of `axes` in which every pair of values that can meet does meet.
+
+    Pairs that meet in no row allowed by `where` are left out. Greedy and without randomness: the same axes give the
+    same rows, in the order of the product. One axis gives all its values.
+    """
+    rows = [
+        tuple(enumerate(indices))
+        for indices in product(*(range(len(axis)) for axis in axes))
+        if where(*(axis[i] for axis, i in zip(axes, indices, strict=True)))
+    ]
+    width = min(2, len(axes))
+    missing = {pair for row in rows for pair in combinations(row, width)}
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: sum(pair in missing for pair in combinations(row, width)))
+        missing.difference_update(combinations(best, width))
+        chosen.append(best)
+    return [tuple(axes[axis][i] for axis, i in row) for row in sorted(chosen)]
