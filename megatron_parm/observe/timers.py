@@ -1,0 +1,116 @@
+"""Wall-clock spans by name, and the clock of training steps. Floor 2.
+
+A device computes behind the program's back, so both wait for it through `synchronise` before they read the clock:
+`device_synchroniser(device)` in a run, nothing in a unit test. Neither reads or changes anything else.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+def do_nothing() -> None:
+    """The synchronisation of a program whose work is done when the call returns."""
+
+
+def device_synchroniser(device: torch.device) -> Callable[[], None]:
+    """A callable that waits for all work queued on `device`; on a CPU it returns at once."""
+    if device.type == "cpu":
+        return do_nothing
+    module = torch.get_device_module(device)
+    return lambda: module.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a name has taken: `total_ms` in `count` visits."""
+
+    total_ms: float
+    count: int
+
+
+class Timers:
+    """Adds up the time of named spans: `with timers.span("forward"): ...`."""
+
+    def __init__(
+        self, synchronise: Callable[[], None] = do_nothing, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._synchronise = synchronise
+        self._clock = clock
+        self._spans: dict[str, Span] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`, also when the block raises."""
+        self._synchronise()
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._synchronise()
+            elapsed_ms = (self._clock() - started) * 1000.0
+            before = self._spans.get(name, Span(0.0, 0))
+            self._spans[name] = Span(before.total_ms + elapsed_ms, before.count + 1)
+
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Every span since the last `drain`, in the order of their first visit."""
+        return dict(self._spans)
+
+    def drain(self) -> dict[str, float]:
+        """Milliseconds of each name since the last drain; counting starts again at zero."""
+        totals = {name: span.total_ms for name, span in self._spans.items()}
+        self._spans = {}
+        return totals
+
+
+class StepClock:
+    """Measures training steps and leaves out what is not training: evaluation, saving, drawing.
+
+    `with clock.paused(): evaluate()` takes the block out of the step it falls in, so that the iteration after an
+    evaluation is not slower on paper. Pauses may nest.
+    """
+
+    def __init__(
+        self, synchronise: Callable[[], None] = do_nothing, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._synchronise = synchronise
+        self._clock = clock
+        self._depth = 0
+        self._counted = 0.0
+        self._running_since = self._now()
+
+    def _now(self) -> float:
+        self._synchronise()
+        return self._clock()
+
+    def restart(self) -> None:
+        """Forget the time so far: the step begins now."""
+        self._counted = 0.0
+        self._running_since = self._now()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the step's time, also when it raises."""
+        if self._depth == 0:
+            self._counted += self._now() - self._running_since
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._running_since = self._now()
+
+    def lap_ms(self) -> float:
+        """Milliseconds of training since the last lap or restart; the next lap begins now."""
+        if self._depth == 0:
+            now = self._now()
+            self._counted += now - self._running_since
+            self._running_since = now
+        elapsed_ms = self._counted * 1000.0
+        self._counted = 0.0
+        return elapsed_ms

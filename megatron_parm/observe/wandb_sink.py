@@ -1,0 +1,49 @@
+"""Records to Weights & Biases, if that package is installed. Floor 2.
+
+wandb finds its key by itself; nothing here reads, prints or stores it. Its errors are told by their class alone, since
+their text is not ours to vouch for; wandb prints its own explanation.
+"""
+
+from pathlib import Path
+
+from megatron_parm.observe.json_lines import plain
+from megatron_parm.observe.records import Record, StartRecord, TrainRecord, ValidRecord
+from megatron_parm.observe.tensorboard_sink import TensorBoardTags, train_scalars, valid_scalars
+
+
+class WandbError(RuntimeError):
+    """wandb failed; the class of its error, without its text."""
+
+
+class WandbSink:
+    """One wandb run in `project` under `name`; the same tags as TensorBoard, by iteration."""
+
+    def __init__(
+        self, project: str, name: str, folder: Path | str, tags: TensorBoardTags | None = None, interval: int = 1
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise WandbError("--wandb-project needs the package wandb: pip install wandb") from error
+        self._tags = tags or TensorBoardTags()
+        self._interval = interval
+        try:
+            self._run = wandb.init(project=project, name=name, dir=str(folder))
+        except Exception as error:  # any class: only its name may leave this file
+            raise WandbError(f"{type(error).__name__} from wandb.init") from None
+
+    def write(self, record: Record) -> None:
+        """Send the record's scalars, or a start's configuration."""
+        try:
+            if isinstance(record, StartRecord):
+                self._run.config.update(plain(record), allow_val_change=True)
+            elif isinstance(record, TrainRecord) and record.iteration % self._interval == 0:
+                self._run.log(train_scalars(record, self._tags), step=record.iteration)
+            elif isinstance(record, ValidRecord):
+                self._run.log(valid_scalars(record, self._tags), step=record.iteration)
+        except Exception as error:  # any class: only its name may leave this file
+            raise WandbError(f"{type(error).__name__} from wandb") from None
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        self._run.finish()
