@@ -81,7 +81,8 @@ def open_store(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store
         raise LayoutError(
             f"rank {environment.rank} could not reach the rendezvous at {place} within "
             f"{timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. "
-            "If the port is taken by another program, start torchrun with --standalone or another --master-port; if the host is wrong, set MASTER_ADDR (torchrun --master-addr)"
+            "If the port is taken by another program, start torchrun with --standalone or another --master-port; "
+            "if the host is wrong, set MASTER_ADDR (torchrun --master-addr)"
         ) from None
     return dist.PrefixStore(f"megatron_parm/{environment.attempt}", store)
 
