@@ -1,0 +1,114 @@
+"""Self-attention with heads cut over tp, on torch's scaled_dot_product_attention. Floor 4.
+
+The fused projection keeps Megatron's row order: for each group its query heads, then its key, then its value, so that a
+cut over tp is a contiguous box of whole groups. Source: Megatron-LM; Ainslie et al. 2023 (grouped queries).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.initialise import Initialiser
+from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_parm.layers.norm import Norm, NormKind
+from megatron_parm.layers.rotary import Rotation, rotate
+from megatron_parm.parallel.context import Axis
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes and habits of one attention. `num_query_groups` is the number of key/value heads and divides by tp.
+
+    `norm_of_heads` normalises each query and key head (`--qk-layernorm`).
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    has_qkv_bias: bool
+    has_output_bias: bool
+    is_causal: bool
+    dropout: float = 0.0
+    norm_of_heads: NormKind | None = None
+    norm_epsilon: float = 1e-5
+
+
+class SelfAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v with an output projection. Call on all ranks of tp.
+
+    Attention dropout draws from the device's default stream, which differs on tp as the heads do.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        tp: Axis,
+        initialiser: Initialiser,
+        output_initialiser: Initialiser,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.queries_a_group = shape.num_heads // shape.num_query_groups
+        channels = shape.num_heads * shape.head_dim
+        self.linear_qkv = ColumnParallelLinear(
+            shape.hidden_size,
+            shape.num_query_groups * (self.queries_a_group + 2) * shape.head_dim,
+            tp=tp,
+            bias=shape.has_qkv_bias,
+            initialiser=initialiser,
+            dtype=dtype,
+            device=device,
+        )
+        self.linear_proj = RowParallelLinear(
+            channels,
+            shape.hidden_size,
+            tp=tp,
+            bias=shape.has_output_bias,
+            initialiser=output_initialiser,
+            dtype=dtype,
+            device=device,
+        )
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.k_layernorm: nn.Module = nn.Identity()
+        if shape.norm_of_heads is not None:
+            for name in ("q_layernorm", "k_layernorm"):
+                norm = Norm(
+                    shape.head_dim,
+                    kind=shape.norm_of_heads,
+                    epsilon=shape.norm_epsilon,
+                    dtype=dtype,
+                    device=device,
+                    shared_over=tp,
+                )
+                setattr(self, name, norm)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. `may_attend` is a bool [b or 1, 1, s, s] that replaces the causal rule."""
+        query, key, value = self._project(x)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        attended = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),  # [b, heads/tp, s, d]
+            key.permute(1, 2, 0, 3),  # [b, groups/tp, s, d]
+            value.permute(1, 2, 0, 3),
+            attn_mask=may_attend,
+            dropout_p=self.shape.dropout if self.training else 0.0,
+            is_causal=self.shape.is_causal and may_attend is None,
+            enable_gqa=self.queries_a_group > 1,
+        )  # [b, heads/tp, s, d]
+        joined = attended.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * d]
+        output: Tensor = self.linear_proj(joined)  # [s, b, h]
+        return output
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sequence, batch, _ = x.shape
+        fused = self.linear_qkv(x).view(sequence, batch, -1, self.queries_a_group + 2, self.shape.head_dim)
+        query, key, value = fused.split([self.queries_a_group, 1, 1], dim=3)  # [s, b, groups/tp, 1 or q, d]
+        query = query.flatten(2, 3)  # [s, b, heads/tp, d]
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3)

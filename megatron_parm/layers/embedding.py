@@ -1,0 +1,65 @@
+"""Word embedding with the vocabulary cut over tp, and learned positions. Floor 4.
+
+Source: Shoeybi et al. 2019, section 3 (each rank looks up the words it holds, the sum joins them).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.initialise import Initialiser, attach
+from megatron_parm.parallel.collectives import all_reduce
+from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.sharding import Cut, make_parameter
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of a table whose `padded_vocab_size` rows are cut over tp. Call on all ranks of tp.
+
+    Ids must lie in the vocabulary: the data room checks them. `initialiser.valid_rows` names the rows that are words.
+    """
+
+    def __init__(
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: Axis,
+        initialiser: Initialiser,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        weight = make_parameter((padded_vocab_size, hidden_size), Cut(0, tp), dtype=dtype, device=device)
+        self.weight = attach(weight, initialiser)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids of any shape [...] -> [..., h], identical on tp."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)  # [..., h]
+        rows = self.weight.shape[0]
+        local = tokens - self.tp.rank * rows
+        is_elsewhere = (local < 0) | (local >= rows)
+        found = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)  # [..., h]
+        return all_reduce(found.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.tp)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned row for each of `max_positions` positions, whole on every rank."""
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden_size: int,
+        *,
+        initialiser: Initialiser,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = attach(make_parameter((max_positions, hidden_size), dtype=dtype, device=device), initialiser)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Positions of any shape [...] -> [..., h]."""
+        return F.embedding(position_ids, self.weight)  # [..., h]

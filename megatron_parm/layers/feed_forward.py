@@ -1,0 +1,85 @@
+"""The dense feed-forward layer (MLP), its hidden width cut over tp. Floor 4."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.initialise import Initialiser
+from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_parm.parallel.context import Axis
+
+Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., f/tp] each
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "squared_relu": _squared_relu,
+    "swiglu": _swiglu,
+}
+
+
+def gates_of(activation: Activation) -> int:
+    """Blocks of width f that the first product makes: 2 for a gated activation, else 1."""
+    return 2 if activation == "swiglu" else 1
+
+
+class FeedForward(nn.Module):
+    """[s, b, h] -> [s, b, f/tp] -> activation -> [s, b, h]. Call on all ranks of tp."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: Activation,
+        tp: Axis,
+        bias: bool,
+        initialiser: Initialiser,
+        output_initialiser: Initialiser,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.activate = ACTIVATIONS[activation]
+        blocks = gates_of(activation)
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden_size,
+            blocks * ffn_hidden_size,
+            tp=tp,
+            bias=bias,
+            initialiser=initialiser,
+            dtype=dtype,
+            device=device,
+            out_blocks=blocks,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            tp=tp,
+            bias=bias,
+            initialiser=output_initialiser,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x)))
+        return output

@@ -1,0 +1,50 @@
+"""LayerNorm and RMSNorm over the last dim, by torch's own functions. Floor 4."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.initialise import ONES, ZEROS, attach
+from megatron_parm.parallel.collectives import share
+from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.sharding import make_parameter
+
+NormKind = Literal["LayerNorm", "RMSNorm"]
+
+
+class Norm(nn.Module):
+    """Normalise the last dim, then scale (and, for LayerNorm, shift). Weights are whole on every rank.
+
+    `is_zero_centred` stores weight - 1 (Megatron's `--apply-layernorm-1p`). `shared_over` is the axis whose ranks see
+    different values, such as their own heads: the gradient of the weights is summed over it in the backward.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        kind: NormKind,
+        epsilon: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared_over: Axis,
+        is_zero_centred: bool = False,
+    ) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.is_zero_centred, self.shared_over = size, epsilon, is_zero_centred, shared_over
+        weight = make_parameter((size,), decays=False, dtype=dtype, device=device)
+        self.weight = attach(weight, ZEROS if is_zero_centred else ONES)
+        self.bias: nn.Parameter | None = None
+        if kind == "LayerNorm":
+            self.bias = attach(make_parameter((size,), decays=False, dtype=dtype, device=device), ZEROS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        weight = share(self.weight, self.shared_over)
+        if self.is_zero_centred:
+            weight = weight + 1
+        if self.bias is None:
+            return F.rms_norm(x, (self.size,), weight, self.epsilon)
+        return F.layer_norm(x, (self.size,), weight, share(self.bias, self.shared_over), self.epsilon)

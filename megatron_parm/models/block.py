@@ -1,0 +1,87 @@
+"""One transformer block, pre-norm: attention, then a feed-forward module that is given to it. Floor 6."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parm.layers.attention import SelfAttention
+from megatron_parm.layers.dropout import StreamDropout
+from megatron_parm.layers.feed_forward import FeedForward
+from megatron_parm.layers.norm import Norm
+from megatron_parm.layers.rotary import Rotation
+from megatron_parm.models.shape import ModelShape
+from megatron_parm.parallel.context import Axis
+
+
+class FeedForwardMaker(Protocol):
+    """Makes the feed-forward module of a layer, by its global number from 0: dense, or of experts."""
+
+    def __call__(self, layer: int, /) -> nn.Module:
+        """A module [s, b, h] -> [s, b, h] whose values are identical on tp."""
+
+
+def make_norm(shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> Norm:
+    """A norm over the hidden size, on activations that are identical on tp."""
+    return Norm(
+        shape.hidden_size,
+        kind=shape.normalisation,
+        epsilon=shape.norm_epsilon,
+        dtype=dtype,
+        device=device,
+        shared_over=Axis.single("tp"),
+        is_zero_centred=shape.norm_is_zero_centred,
+    )
+
+
+def make_feed_forward(shape: ModelShape, *, tp: Axis, dtype: torch.dtype, device: torch.device) -> FeedForward:
+    """The dense feed-forward layer of `shape`."""
+    return FeedForward(
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        activation=shape.activation,
+        tp=tp,
+        bias=shape.has_bias,
+        initialiser=shape.initialiser,
+        output_initialiser=shape.output_initialiser,
+        dtype=dtype,
+        device=device,
+    )
+
+
+class TransformerBlock(nn.Module):
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). Call on all ranks of tp."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        mlp: nn.Module,
+        *,
+        tp: Axis,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.residual_is_normed = shape.residual_is_normed
+        self.input_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.self_attention = SelfAttention(
+            shape.attention,
+            tp=tp,
+            initialiser=shape.initialiser,
+            output_initialiser=shape.output_initialiser,
+            dtype=dtype,
+            device=device,
+        )
+        self.pre_mlp_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.mlp = mlp
+        self.dropout = StreamDropout(shape.hidden_dropout, generator)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, h], identical on tp."""
+        normed = self.input_layernorm(x)
+        attended = self.dropout(self.self_attention(normed, rotation, may_attend))
+        x = attended + (normed if self.residual_is_normed else x)
+        normed = self.pre_mlp_layernorm(x)
+        output: Tensor = self.dropout(self.mlp(normed)) + (normed if self.residual_is_normed else x)
+        return output

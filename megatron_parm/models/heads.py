@@ -1,0 +1,64 @@
+"""What stands before the first block and after the last: embeddings and output logits. Floor 6."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.dropout import StreamDropout
+from megatron_parm.layers.embedding import PositionEmbedding, VocabularyEmbedding
+from megatron_parm.layers.initialise import Initialiser, attach
+from megatron_parm.models.shape import ModelShape
+from megatron_parm.parallel.collectives import share
+from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.sharding import Cut, make_parameter
+
+
+def _vocabulary_initialiser(shape: ModelShape) -> Initialiser:
+    return replace(shape.initialiser, valid_rows=shape.vocab_size)
+
+
+class TokenEmbedding(nn.Module):
+    """Word rows, plus learned positions where the model has them, then dropout. Call on all ranks of tp."""
+
+    def __init__(
+        self, shape: ModelShape, *, tp: Axis, generator: torch.Generator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabularyEmbedding(
+            shape.padded_vocab_size,
+            shape.hidden_size,
+            tp=tp,
+            initialiser=_vocabulary_initialiser(shape),
+            dtype=dtype,
+            device=device,
+        )
+        self.position_embeddings: PositionEmbedding | None = None
+        if shape.positions == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(
+                shape.max_positions, shape.hidden_size, initialiser=shape.initialiser, dtype=dtype, device=device
+            )
+        self.dropout = StreamDropout(shape.hidden_dropout, generator)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """[b, s] each -> [s, b, h], identical on tp."""
+        x = self.word_embeddings(tokens.t())  # [s, b, h]
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(position_ids.t())
+        output: Tensor = self.dropout(x)
+        return output
+
+
+class OutputWeight(nn.Module):
+    """The weight of an output layer of its own (`--untie-embeddings-and-output-weights`), [V/tp, h]."""
+
+    def __init__(self, shape: ModelShape, *, tp: Axis, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight = make_parameter((shape.padded_vocab_size, shape.hidden_size), Cut(0, tp), dtype=dtype, device=device)
+        self.weight = attach(weight, _vocabulary_initialiser(shape))
+
+
+def output_logits(hidden: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+    """[s, b, h], identical on tp, and a tied or own weight [V/tp, h] -> logits [s, b, V/tp]."""
+    return F.linear(share(hidden, tp), weight)  # [s, b, V/tp]

@@ -1,0 +1,52 @@
+"""The blocks that one pipeline stage holds, under their global numbers. Floor 6."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parm.layers.rotary import make_rotation
+from megatron_parm.models.block import FeedForwardMaker, TransformerBlock, make_norm
+from megatron_parm.models.shape import ModelShape
+from megatron_parm.parallel.context import Axis
+
+
+class TransformerStage(nn.Module):
+    """Blocks `layers` of a transformer; the stage with the last one ends with the final norm.
+
+    Blocks are named by their number in the whole model (`layers.7.`), so every layout has the same parameter names.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layers: range,
+        feed_forward: FeedForwardMaker,
+        *,
+        tp: Axis,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleDict()
+        for layer in layers:
+            block = TransformerBlock(shape, feed_forward(layer), tp=tp, generator=generator, dtype=dtype, device=device)
+            self.layers[str(layer)] = block
+        is_last = layers.stop == shape.num_layers
+        self.final_layernorm: nn.Module = make_norm(shape, dtype=dtype, device=device) if is_last else nn.Identity()
+
+    def forward(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]. `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend."""
+        rotation = None
+        if self.shape.positions == "rope":
+            rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, x.dtype)
+        may_attend = None if attention_mask is None else self._may_attend(attention_mask)
+        for block in self.layers.values():
+            x = block(x, rotation, may_attend)
+        output: Tensor = self.final_layernorm(x)
+        return output
+
+    def _may_attend(self, attention_mask: Tensor) -> Tensor:
+        if not self.shape.is_causal:
+            return ~attention_mask
+        return (~attention_mask).tril()  # a mask of documents alone must not open the future
