@@ -9,6 +9,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,6 +24,8 @@ GROUP_TIMEOUT_S = 60.0  # a collective that some rank never joins
 CALL_LIMIT_S = 120.0  # one call, from sending it to the last answer
 GRACE_S = 1.0  # after the first failure the other ranks may still answer with theirs
 LOG_TAIL_BYTES = 2000
+# The last is what use_deterministic_algorithms imports when it is called, one second in each worker.
+PRELOAD = ["torch", "torch.distributed", worker.__name__, "torch._inductor.config"]
 
 
 class WorkerError(AssertionError):
@@ -62,13 +65,12 @@ class Pool:
         failures: dict[int, str] = {}
         try:
             for connection in self._connections:
-                connection.send_bytes(message)
+                with suppress(BrokenPipeError, ConnectionResetError):  # died after its last call; seen below
+                    connection.send_bytes(message)
             self._collect(answers, failures)
-        except BaseException as error:  # also KeyboardInterrupt and pytest-timeout: the workers are out of step now
+        except BaseException:  # KeyboardInterrupt, pytest-timeout: the workers are out of step now
             self.kill()
-            if not isinstance(error, BrokenPipeError):
-                raise
-            failures = {-1: "a worker died before the call"}
+            raise
         if failures:
             self.kill()
             raise WorkerError(f"{getattr(function, '__qualname__', function)} on {layout}", failures)
@@ -76,7 +78,7 @@ class Pool:
 
     def _start(self) -> None:
         start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload(["torch", "torch.distributed", worker.__name__])
+        start.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         folder = Path(self._folder.name)
         for rank in range(self.world):

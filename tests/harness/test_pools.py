@@ -154,8 +154,9 @@ def test_a_worker_that_dies_between_calls_is_replaced(hasty: Pool) -> None:
     before = hasty.run(_process_id)
     hasty._processes[0].kill()
     hasty._processes[0].join()
-    with pytest.raises(WorkerError):
+    with pytest.raises(WorkerError) as caught:
         hasty.run(_sum_of_ranks, 1)
+    assert "the worker died, exit code -9" in caught.value.failures[0]
     assert set(hasty.run(_process_id)).isdisjoint(before)
 
 
