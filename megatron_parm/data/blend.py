@@ -1,0 +1,111 @@
+"""Mixes several datasets in given proportions, without randomness. Floor 4. Source: formats page C.5.
+
+Every sample goes to the dataset that lags furthest behind its share; shuffling happens inside each dataset alone.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_parm.data.gpt_dataset import Sample, SampleSource
+from megatron_parm.errors import ConfigError, DataError
+
+SURPLUS = 1.005  # Megatron asks each dataset for half a percent more than its share
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """The prefixes of one --data-path and their weights, which add up to one; None: in proportion to their sizes."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class BlendIndex:
+    """For every sample of a blend the dataset it comes from, and its number there."""
+
+    dataset: NDArray[np.integer]
+    sample: NDArray[np.integer]
+
+
+def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> BlendPlan:
+    """The plan of `weight prefix weight prefix ...`, or of prefixes alone (an odd count, or no numbers)."""
+    if not values:
+        raise ConfigError(f"{flag} needs at least one prefix, or pairs of weight and prefix")
+    weights = [_number(value) for value in values[::2]]
+    if len(values) % 2 or None in weights:
+        return BlendPlan(tuple(values), None)
+    numbers = [weight for weight in weights if weight is not None]
+    total = sum(numbers)
+    if min(numbers) <= 0 or not total < math.inf:
+        raise ConfigError(f"{flag}: weights {numbers} must all be above zero; leave out a dataset that is not wanted")
+    return BlendPlan(tuple(values[1::2]), tuple(weight / total for weight in numbers))
+
+
+def blend_requests(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
+    """Samples the blend takes of each dataset, and samples asked of it: half a percent more."""
+    shares = [math.ceil(num_samples * weight) for weight in weights]
+    return shares, [math.ceil(share * SURPLUS) for share in shares]
+
+
+def blend_index(weights: Sequence[float], num_samples: int) -> BlendIndex:
+    """Sample s comes from the d with the largest w_d * max(s, 1) - count_d, the first of equals."""
+    return _deal(list(weights), num_samples, [num_samples] * len(weights))
+
+
+def exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
+    """Every sample of every dataset once; a dataset that is spent takes no further part."""
+    total = sum(sizes)
+    return _deal([size / total for size in sizes], total, list(sizes))
+
+
+def _deal(weights: list[float], num_samples: int, limits: list[int]) -> BlendIndex:
+    """Plain lists: for the few datasets of a blend they are twice as fast as numpy, and the rule is sequential."""
+    counts = [0] * len(weights)
+    dataset = array("h", bytes(2 * num_samples))
+    sample = array("q", bytes(8 * num_samples))
+    for number in range(num_samples):
+        reach = float(max(number, 1))
+        chosen, largest = -1, -math.inf
+        for candidate, weight in enumerate(weights):
+            lag = weight * reach - counts[candidate]
+            if lag > largest and counts[candidate] < limits[candidate]:
+                chosen, largest = candidate, lag
+        dataset[number], sample[number] = chosen, counts[chosen]
+        counts[chosen] += 1
+    return BlendIndex(np.frombuffer(dataset, np.int16), np.frombuffer(sample, np.int64))
+
+
+class BlendedDataset:
+    """Samples of several datasets in the order of a blend index."""
+
+    def __init__(self, datasets: Sequence[SampleSource], names: Sequence[str], index: BlendIndex) -> None:
+        self.datasets = tuple(datasets)
+        self.index = index
+        for number, (dataset, name) in enumerate(zip(datasets, names, strict=True)):
+            taken = int(np.count_nonzero(index.dataset == number))
+            if taken > len(dataset):
+                raise DataError(
+                    f"--data-path: the blend takes {taken} samples of {name}, which gives {len(dataset)}; "
+                    "raise its weight, or leave it out"
+                )
+
+    def __len__(self) -> int:
+        return len(self.index.dataset)
+
+    def __getitem__(self, number: int) -> Sample:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of a blend of {len(self)}")
+        return self.datasets[int(self.index.dataset[number])][int(self.index.sample[number])]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

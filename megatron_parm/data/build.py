@@ -1,0 +1,202 @@
+"""From data flags to the train, valid and test datasets of a GPT, with a report of what they hold. Floor 4."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_parm.data.blend import (
+    BlendedDataset,
+    BlendIndex,
+    BlendPlan,
+    blend_index,
+    blend_requests,
+    exhaustive_blend_index,
+    parse_data_path,
+)
+from megatron_parm.data.gpt_dataset import DocumentRules, GPTDataset, SampleSource
+from megatron_parm.data.index_cache import IndexCache, default_cache_folder, file_facts
+from megatron_parm.data.indexed_dataset import IndexedDataset, TokenSource
+from megatron_parm.data.mock import MockDocuments
+from megatron_parm.data.splits import SPLIT_NAMES, Rounding, parse_split, require_sequences, split_bounds
+from megatron_parm.data.token_index import TokenIndex, build_token_index, plan_epochs
+from megatron_parm.data.vocabulary_check import check_token_ids
+from megatron_parm.errors import ConfigError
+
+MOCK = "<mock data>"
+
+
+@dataclass(frozen=True)
+class GPTDataRules:
+    """What all splits share. `vocab_size` is unpadded; without `data_cache_path` indices lie beside the data."""
+
+    sequence_length: int
+    seed: int
+    vocab_size: int
+    documents: DocumentRules
+    split_rounding: Rounding = "core"
+    data_cache_path: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One source of one split. Samples are windows of sequence_length tokens, not documents."""
+
+    split_name: str
+    source: str
+    documents: int
+    tokens: int
+    samples_per_epoch: int
+    epochs: int
+    samples: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.split_name}: {self.source}: {self.documents} documents, {self.tokens} tokens, "
+            f"{self.samples_per_epoch} samples per epoch, {self.epochs} epoch{'s' if self.epochs > 1 else ''} "
+            f"for {self.samples} samples"
+        )
+
+
+@dataclass(frozen=True)
+class GPTDatasets:
+    """The datasets of the splits that samples were asked of, and one summary per source and split."""
+
+    train: SampleSource | None
+    valid: SampleSource | None
+    test: SampleSource | None
+    summaries: tuple[SplitSummary, ...]
+
+
+def split_requests(
+    global_batch_size: int, eval_interval: int, eval_iters: int, train_iters: int | None, train_samples: int | None
+) -> tuple[int, int, int]:
+    """Samples that a run takes of train, valid and test: one evaluation each interval and one at the end.
+
+    The same numbers whether the run's length is given in iterations or in samples.
+    """
+    train = train_samples if train_samples is not None else (train_iters or 0) * global_batch_size
+    evaluations = train // global_batch_size // eval_interval + 1
+    return train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
+
+
+def build_gpt_datasets(
+    data_path: Sequence[str],
+    requests: Sequence[int | None],
+    rules: GPTDataRules,
+    split: str = "969,30,1",
+    paths_by_split: Sequence[Sequence[str]] = ((), (), ()),
+    mock_data: bool = False,
+) -> GPTDatasets:
+    """Build the datasets of train, valid and test; every process gets the same.
+
+    `requests` are samples per split: 0 builds none, None gives one epoch. `data_path` (--data-path) is cut by `split`;
+    instead `paths_by_split` may give --train-data-path, --valid-data-path and --test-data-path, each taken whole.
+    Raises ConfigError for flags that do not fit together and an empty split, DataError for a damaged file, a token id
+    outside the vocabulary, and data too short for one sample.
+    """
+    _check_paths(data_path, paths_by_split, mock_data)
+    builder = _Builder(rules)
+    built: list[SampleSource | None] = [None, None, None]
+    for number, name in enumerate(SPLIT_NAMES):
+        if requests[number] == 0:
+            continue
+        if mock_data:
+            built[number] = builder.single(MOCK, split, number, requests[number])
+            continue
+        whole = ",".join("1" if place == number else "0" for place in range(len(SPLIT_NAMES)))
+        flag, values, cut = ("--data-path", data_path, split)
+        if not data_path:
+            flag, values, cut = f"--{name}-data-path", paths_by_split[number], whole
+        built[number] = builder.blended(parse_data_path(values, flag), cut, number, requests[number])
+    return GPTDatasets(built[0], built[1], built[2], tuple(builder.summaries))
+
+
+class _Builder:
+    """Opens each source once and notes what every dataset holds."""
+
+    def __init__(self, rules: GPTDataRules) -> None:
+        self.rules = rules
+        self.summaries: list[SplitSummary] = []
+        self._opened: dict[str, TokenSource] = {}
+
+    def blended(self, plan: BlendPlan, split: str, number: int, request: int | None) -> SampleSource:
+        """The dataset of one split of a plan; a lone prefix without a weight is no blend."""
+        if plan.weights is None and len(plan.prefixes) == 1:
+            return self.single(plan.prefixes[0], split, number, request)
+        if request is None:
+            whole = [self.single(prefix, split, number, None) for prefix in plan.prefixes]
+            return BlendedDataset(whole, plan.prefixes, exhaustive_blend_index([len(dataset) for dataset in whole]))
+        weights = plan.weights or self._size_weights(plan.prefixes, split, number)
+        shares, asked = blend_requests(weights, request)
+        datasets = [
+            self.single(prefix, split, number, count) for prefix, count in zip(plan.prefixes, asked, strict=True)
+        ]
+        facts = {"weights": list(weights), "samples": sum(shares)}
+        arrays = self._cache(plan.prefixes[0]).get_or_build(
+            "blend", facts, lambda: dict(vars(blend_index(weights, sum(shares))))
+        )
+        return BlendedDataset(datasets, plan.prefixes, BlendIndex(arrays["dataset"], arrays["sample"]))
+
+    def single(self, prefix: str, split: str, number: int, request: int | None) -> GPTDataset:
+        """The dataset of one split of one source."""
+        source = self._open(prefix)
+        start, stop = self._bounds(source, split, number)
+        length, seed = self.rules.sequence_length, self.rules.seed
+        tokens = int(source.lengths[start:stop].sum(dtype=np.int64))
+        plan = plan_epochs(tokens, length, request, f"the {SPLIT_NAMES[number]} split of {source.name}")
+        request_facts = {"range": [start, stop], "sequence_length": length, "seed": seed, "samples": plan.requested}
+        facts = request_facts | ({"prefix": MOCK} if prefix == MOCK else file_facts(prefix))
+        arrays = self._cache(prefix).get_or_build(
+            "tokens", facts, lambda: dict(vars(build_token_index(source.lengths, np.arange(start, stop), plan, seed)))
+        )
+        index = TokenIndex(arrays["document"], arrays["sample"], arrays["shuffle"])
+        self.summaries.append(
+            SplitSummary(
+                SPLIT_NAMES[number], source.name, stop - start, tokens, plan.samples_per_epoch, plan.epochs, len(index)
+            )
+        )
+        return GPTDataset(source, index, length, self.rules.documents)
+
+    def _open(self, prefix: str) -> TokenSource:
+        if prefix not in self._opened:
+            if prefix == MOCK:
+                eod = self.rules.documents.eod
+                self._opened[prefix] = MockDocuments(self.rules.vocab_size, 0 if eod is None else eod)
+            else:
+                dataset = IndexedDataset(prefix)
+                check_token_ids(dataset, self.rules.vocab_size, self._cache(prefix))
+                self._opened[prefix] = dataset
+        return self._opened[prefix]
+
+    def _bounds(self, source: TokenSource, split: str, number: int) -> tuple[int, int]:
+        count = len(source.lengths)
+        bounds = split_bounds(parse_split(split), count, self.rules.split_rounding)[number]
+        require_sequences(bounds, SPLIT_NAMES[number], split, source.name, count)
+        return bounds
+
+    def _size_weights(self, prefixes: Sequence[str], split: str, number: int) -> tuple[float, ...]:
+        """Weights in proportion to the samples of one epoch."""
+        sizes = []
+        for prefix in prefixes:
+            source = self._open(prefix)
+            start, stop = self._bounds(source, split, number)
+            tokens = int(source.lengths[start:stop].sum(dtype=np.int64))
+            sizes.append(plan_epochs(tokens, self.rules.sequence_length, None, source.name).samples_per_epoch)
+        return tuple(size / sum(sizes) for size in sizes)
+
+    def _cache(self, prefix: str) -> IndexCache:
+        if self.rules.data_cache_path is not None:
+            return IndexCache(Path(self.rules.data_cache_path))
+        return IndexCache(None if prefix == MOCK else default_cache_folder(prefix))
+
+
+def _check_paths(data_path: Sequence[str], paths_by_split: Sequence[Sequence[str]], mock_data: bool) -> None:
+    given = [flag for flag, values in (("--data-path", data_path), ("--mock-data", mock_data)) if values]
+    if any(paths_by_split):
+        given.append(" / ".join(f"--{name}-data-path" for name in SPLIT_NAMES))
+    if not given:
+        raise ConfigError("no data is given: use --data-path PREFIX, or --mock-data to train on made-up numbers")
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given together; use one of them")
