@@ -1,0 +1,83 @@
+"""Builds the optimizer of a run: AdamW or SGD, in torch's fastest kernel that works here. Floor 5."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_parm.errors import ConfigError
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.optim.precision import MasterWeights, Optimizer
+from megatron_parm.parallel.sharding import spec_of
+
+Groups = list[dict[str, object]]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+def build_optimizer(
+    buffers: GradientBuffers,
+    kind: str = "adam",
+    *,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    adam_eps: float = 1e-8,
+    sgd_momentum: float = 0.9,
+) -> Optimizer:
+    """The optimizer of every parameter of `buffers`, reading its gradients there.
+
+    `kind` is "adam" (AdamW, decoupled weight decay) or "sgd" (weight decay added to the gradient). Biases and norm
+    weights (`spec.decays` False) never decay. Raises ConfigError for another kind.
+    """
+
+    def adamw(groups: Groups | list[Tensor], **kernel: bool) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, betas=(adam_beta1, adam_beta2), eps=adam_eps, **kernel)
+
+    def sgd(groups: Groups | list[Tensor], **kernel: bool) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=sgd_momentum, **kernel)
+
+    kinds: dict[str, MakeOptimizer] = {"adam": adamw, "sgd": sgd}
+    if kind not in kinds:
+        raise ConfigError(f"--optimizer {kind} is not known; use {' or '.join(kinds)}")
+    make = kinds[kind]
+    masters = MasterWeights(buffers.parameters)
+    for name, master in masters.separate.items():
+        master.grad = buffers.gradient_of(name)
+    kernel = fastest_kernel(make, masters.weights.values())
+    torch_optimizer = make(_groups(masters), **{kernel: True})
+    for weight in masters.weights.values():
+        torch_optimizer.state[weight] = _initial_state(kind, kernel, weight, sgd_momentum)
+    return Optimizer(kind, kernel, masters, torch_optimizer)
+
+
+def fastest_kernel(make: MakeOptimizer, weights: Iterable[Tensor]) -> str:
+    """ "fused" if torch's fused kernel runs on the dtypes and devices of `weights`, else "foreach"."""
+    for dtype, device in {(weight.dtype, weight.device) for weight in weights}:
+        probe = torch.zeros(1, dtype=dtype, device=device)
+        probe.grad = torch.zeros_like(probe)
+        try:
+            make([probe], fused=True).step()
+        except RuntimeError:  # torch's word for a device or dtype without the kernel
+            return "foreach"
+    return "fused"
+
+
+def _groups(masters: MasterWeights) -> Groups:
+    groups: Groups = []
+    for decays in (True, False):
+        weights = [w for name, w in masters.weights.items() if spec_of(masters.parameters[name]).decays is decays]
+        if weights:
+            groups.append({"params": weights, "decays": decays})
+    return groups
+
+
+def _initial_state(kind: str, kernel: str, weight: Tensor, sgd_momentum: float) -> dict[str, Tensor]:
+    """What torch itself would make at the first step; made now so that a checkpoint can be loaded into it."""
+    if kind == "adam":
+        step_device = weight.device if kernel == "fused" else torch.device("cpu")
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=step_device),
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+    # torch starts the momentum at the first gradient, which is what zero momentum gives without dampening
+    return {"momentum_buffer": torch.zeros_like(weight)} if sgd_momentum else {}
