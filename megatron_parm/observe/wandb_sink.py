@@ -4,6 +4,8 @@ wandb finds its key by itself; nothing here reads, prints or stores it. Its erro
 their text is not ours to vouch for; wandb prints its own explanation.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_parm.observe.json_lines import plain
@@ -13,6 +15,15 @@ from megatron_parm.observe.tensorboard_sink import TensorBoardTags, train_scalar
 
 class WandbError(RuntimeError):
     """wandb failed; the class of its error, without its text."""
+
+
+@contextmanager
+def _only_the_class() -> Iterator[None]:
+    """Turn an error of wandb, whatever its class, into one that names the class and nothing else."""
+    try:
+        yield
+    except Exception as error:
+        raise WandbError(f"{type(error).__name__} from wandb, see its own message") from None
 
 
 class WandbSink:
@@ -27,23 +38,20 @@ class WandbSink:
             raise WandbError("--wandb-project needs the package wandb: pip install wandb") from error
         self._tags = tags or TensorBoardTags()
         self._interval = interval
-        try:
+        with _only_the_class():
             self._run = wandb.init(project=project, name=name, dir=str(folder))
-        except Exception as error:  # any class: only its name may leave this file
-            raise WandbError(f"{type(error).__name__} from wandb.init") from None
 
     def write(self, record: Record) -> None:
         """Send the record's scalars, or a start's configuration."""
-        try:
+        with _only_the_class():
             if isinstance(record, StartRecord):
                 self._run.config.update(plain(record), allow_val_change=True)
             elif isinstance(record, TrainRecord) and record.iteration % self._interval == 0:
                 self._run.log(train_scalars(record, self._tags), step=record.iteration)
             elif isinstance(record, ValidRecord):
                 self._run.log(valid_scalars(record, self._tags), step=record.iteration)
-        except Exception as error:  # any class: only its name may leave this file
-            raise WandbError(f"{type(error).__name__} from wandb") from None
 
     def close(self) -> None:
         """Finish the wandb run."""
-        self._run.finish()
+        with _only_the_class():
+            self._run.finish()
