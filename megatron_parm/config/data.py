@@ -1,0 +1,87 @@
+"""Corpus and tokenizer. Floor 1."""
+
+# ruff: noqa: RUF009 - flag() is dataclasses.field
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_parm.config.fields import flag
+from megatron_parm.errors import ConfigError
+
+SplitRounding = Literal["mcore", "classic"]
+TokenizerType = Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer"]
+DataloaderType = Literal["single", "cyclic"]
+DataImpl = Literal["infer", "mmap"]
+
+_TOKENIZER = (
+    "not in this release; use GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer or NullTokenizer"
+)
+_OTHER_TOKENIZERS = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "SFTTokenizer",
+)
+_DATA_IMPL = "this old format is not read; convert the text again with tools/preprocess_data.py and use mmap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, how it is cut into samples, and the vocabulary it is written in."""
+
+    seq_length: int = flag(help="length of a sample", unit="tokens", at_least=1)
+    data_path: tuple[str, ...] = flag((), help="corpus: path prefix of a .bin and .idx pair")
+    split: str = flag("969, 30, 1", help="parts for training, validation and test")
+    split_rounding: SplitRounding = flag(
+        "mcore", help="where the parts end; classic: as Megatron of 2021, to resume old runs"
+    )
+    data_cache_path: str | None = flag(
+        None, help="folder for index files", none_means="a folder cache/ beside the corpus"
+    )
+    mock_data: bool = flag(False, help="made-up documents in place of --data-path")
+    num_workers: int = flag(2, help="processes that prepare batches", unit="processes", at_least=0)
+    tokenizer_type: TokenizerType = flag(
+        "GPT2BPETokenizer", help="kind of tokenizer", refused=dict.fromkeys(_OTHER_TOKENIZERS, _TOKENIZER)
+    )
+    vocab_file: str | None = flag(None, help="vocabulary of GPT2BPETokenizer (vocab.json)")
+    merge_file: str | None = flag(None, help="merges of GPT2BPETokenizer (merges.txt)")
+    tokenizer_model: str | None = flag(None, help="model file of a SentencePiece tokenizer")
+    vocab_size: int | None = flag(
+        None,
+        help="vocabulary of NullTokenizer, before padding",
+        unit="tokens",
+        at_least=1,
+        none_means="the tokenizer's",
+    )
+    vocab_extra_ids: int = flag(0, help="extra tokens at the end of the vocabulary", unit="tokens", at_least=0)
+    reset_position_ids: bool = flag(False, help="count positions anew after each end of document")
+    reset_attention_mask: bool = flag(False, help="no attention across an end of document")
+    eod_mask_loss: bool = flag(False, help="no loss on end-of-document tokens")
+    dataloader_type: DataloaderType = flag(
+        "single",
+        help="samples in index order once (single), or shuffled anew each epoch (cyclic)",
+        refused={"external": "a data loader of your own cannot be passed by flag; use single or cyclic"},
+    )
+    data_impl: DataImpl = flag(
+        "infer", help="format of the corpus, always mmap", refused=dict.fromkeys(("lazy", "cached"), _DATA_IMPL)
+    )
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """The three parts of `split` as numbers; missing ones are 0. Raises ConfigError."""
+        words = self.split.replace("/", ",").split(",")
+        try:
+            weights = [float(word) for word in words]
+        except ValueError:
+            weights = []
+        are_weights = all(math.isfinite(weight) and weight >= 0 for weight in weights)
+        if not 1 <= len(weights) <= 3 or not are_weights or sum(weights) == 0:
+            raise ConfigError(
+                f"--split {self.split}: expected one to three numbers, none negative and not all zero, "
+                'for training, validation and test; for instance "969, 30, 1"'
+            )
+        train, valid, test = weights + [0.0] * (3 - len(weights))
+        return train, valid, test

@@ -1,0 +1,121 @@
+"""The Mixture-of-Experts layers. Floor 1. Names: Megatron-Core's MoE arguments, and our schedules."""
+
+# ruff: noqa: RUF009 - flag() is dataclasses.field
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_parm.config.fields import flag
+from megatron_parm.config.layer_pattern import moe_layer_pattern
+from megatron_parm.errors import ConfigError
+
+Schedule = Literal["auto", "baseline", "s1", "s2"]
+BalancingType = Literal["aux_loss", "none"]
+RouterDtype = Literal["fp32", "fp64"]
+DropPolicy = Literal["probs", "position"]
+
+_BALANCING = "not in this release; use aux_loss or none"
+_SCHEDULE = "not in this release; use auto, baseline, s1 or s2"
+
+
+def _read_num_experts(words: Sequence[str]) -> int:
+    """Megatron's one number, or DeepSpeed's list as long as it names one number. 0 means a dense model."""
+    if len(set(words)) != 1 or not words[0].isdecimal():
+        raise ConfigError(
+            f"--num-experts {' '.join(words)}: expected one whole number, the experts of every MoE layer alike; "
+            "DeepSpeed's list of different numbers is not in this release"
+        )
+    return int(words[0])
+
+
+def _read_pipeline_chunks(words: Sequence[str]) -> str:
+    if words != ["auto"] and not (len(words) == 1 and words[0].isdecimal() and int(words[0]) >= 1):
+        raise ConfigError(f"--moe-pipeline-chunks {' '.join(words)}: expected a whole number of at least 1, or auto")
+    return words[0] if words[0] == "auto" else str(int(words[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Experts, router, capacity and communication schedule. A dense model has no MoEConfig at all."""
+
+    num_experts: int = flag(
+        help="experts of each MoE layer",
+        unit="experts",
+        none_means="a dense model",
+        at_least=0,
+        read=_read_num_experts,
+        takes_several=True,
+    )
+    moe_layer_freq: str = flag(
+        "1", help='which layers are MoE layers: every N-th from the first, or a list like "([0]+[1]*3)*2"'
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, help="width of one expert", unit="features", at_least=1, none_means="the dense feed-forward's width"
+    )
+    moe_router_topk: int = flag(2, help="experts a token is sent to", unit="experts", at_least=1)
+    moe_router_pre_softmax: bool = flag(False, help="take probabilities over all experts before the top-k choice")
+    moe_router_load_balancing_type: BalancingType = flag(
+        "aux_loss",
+        help="how the router is kept balanced",
+        refused=dict.fromkeys(("seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing"), _BALANCING),
+    )
+    moe_aux_loss_coeff: float = flag(0.0, help="weight of the load-balancing loss", at_least=0, zero_means="off")
+    moe_z_loss_coeff: float | None = flag(None, help="weight of the router's z-loss", at_least=0, none_means="off")
+    moe_router_dtype: RouterDtype = flag("fp32", help="arithmetic of the router")
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        help="slots of an expert, as a multiple of its even share of the tokens; negative = no limit",
+        none_means="no limit, no token is dropped",
+    )
+    moe_eval_capacity_factor: float | None = flag(
+        None, help="the same factor in evaluation; negative = no limit", none_means="as in training"
+    )
+    moe_min_capacity: int = flag(1, help="least slots of an expert under a capacity factor", unit="tokens", at_least=1)
+    moe_token_drop_policy: DropPolicy = flag(
+        "probs", help="which tokens an expert keeps: the most probable, or the first"
+    )
+    moe_schedule: Schedule = flag(
+        "auto",
+        help="order of communication and work in an MoE layer; auto: the fastest predicted",
+        refused=dict.fromkeys(("deepspeed", "s1h", "s2h"), _SCHEDULE),
+    )
+    moe_pipeline_chunks: str | None = flag(
+        None,
+        help="chunks in which exchange and experts overlap: a number, or auto",
+        none_means="1 for a fixed schedule, auto for auto",
+        read=_read_pipeline_chunks,
+    )
+    bp_pipeline_degree: int | None = flag(
+        None,
+        help="FSMoE's chunks of the backward pass; must equal --pipeline-degree",
+        none_means="the same",
+        at_least=1,
+    )
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """Capacity factor in training; None: no limit."""
+        return _limit(self.moe_expert_capacity_factor)
+
+    @property
+    def eval_capacity_factor(self) -> float | None:
+        """Capacity factor in evaluation; None: no limit."""
+        if self.moe_eval_capacity_factor is None:
+            return self.capacity_factor
+        return _limit(self.moe_eval_capacity_factor)
+
+    @property
+    def pipeline_chunks(self) -> int | None:
+        """Chunks of the pipelined exchange; None: the choice of `--moe-schedule auto`."""
+        if self.moe_pipeline_chunks is None:
+            return None if self.moe_schedule == "auto" else 1
+        return None if self.moe_pipeline_chunks == "auto" else int(self.moe_pipeline_chunks)
+
+    def layer_pattern(self, num_layers: int) -> tuple[bool, ...]:
+        """For each layer, whether it is an MoE layer. Raises ConfigError."""
+        return moe_layer_pattern(self.moe_layer_freq, num_layers)
+
+
+def _limit(factor: float | None) -> float | None:
+    return None if factor is None or factor < 0 else factor
