@@ -1,0 +1,35 @@
+"""The MoE layer: a gate, this rank's experts, and a schedule that orders them. Floor 5."""
+
+from torch import Tensor, nn
+
+from megatron_parm.moe.experts import Experts
+from megatron_parm.moe.gate import Gate
+from megatron_parm.moe.schedules import SCHEDULES
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.shapes import expect_shape
+
+
+class MoELayer(nn.Module):
+    """[s, b, h] -> [s, b, h]; takes the place of the dense feed-forward layer. Call on all ranks of the stage.
+
+    `schedule` is a name of `SCHEDULES`. All schedules hold the same parameters, so it may be changed between steps.
+    """
+
+    def __init__(self, gate: Gate, experts: Experts, *, schedule: str, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.router = gate
+        self.experts = experts
+        self.schedule = schedule
+        self._ctx = ctx
+
+    @property
+    def gate(self) -> Gate:
+        """The router, in the paper's word."""
+        return self.router
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        expect_shape(x, "s b h", h=self.router.weight.shape[1])
+        tokens = x.reshape(-1, x.shape[-1])  # [n, h]
+        output = SCHEDULES[self.schedule](tokens, self, self._ctx)  # [n, h]
+        return output.view_as(x)

@@ -1,0 +1,199 @@
+"""Runs one MoE layer, forward and backward, on every rank of a layout, and joins what the ranks hold."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_parm.layers.initialise import Initialiser, attach, initialise_weights
+from megatron_parm.moe.experts import Experts
+from megatron_parm.moe.gate import Gate, GateSettings
+from megatron_parm.moe.layer import MoELayer
+from megatron_parm.moe.losses import BackwardScale
+from megatron_parm.moe.record import RoutingRecord
+from megatron_parm.parallel import transport
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.sharding import spec_of
+from tests.harness.layouts import Layout
+from tests.harness.pools import Pools
+from tests.moe.naive import NaiveResult, naive_moe
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small layer. f = E / k drops nothing; None is dropless."""
+
+    factor: float | None = 4.0
+    num_experts: int = 8
+    topk: int = 2
+    hidden: int = 8
+    ffn: int = 8
+    sequence: int = 8
+    batch: int = 2
+    policy: str = "probs"
+    pre_softmax: bool = False
+    gated: bool = False
+    bias: bool = True
+    minimum: int = 1
+    skew: float = 0.0  # added to expert 0's scores through a constant feature
+    balance: float = 0.3
+    z: float = 0.05
+    dtype: torch.dtype = torch.float64
+
+
+def build_layer(ctx: ParallelContext, case: Case, schedule: str) -> tuple[MoELayer, RoutingRecord]:
+    record = RoutingRecord()
+    common: dict[str, Any] = {"initialiser": Initialiser("normal", 0.7), "dtype": case.dtype, "device": ctx.device}
+    settings = GateSettings(
+        num_experts=case.num_experts,
+        topk=case.topk,
+        capacity_factor=case.factor,
+        eval_capacity_factor=None,
+        min_capacity=case.minimum,
+        drop_policy=case.policy,  # type: ignore[arg-type]
+        pre_softmax=case.pre_softmax,
+        balance_coefficient=case.balance,
+        z_coefficient=case.z,
+        router_dtype=torch.float32,
+    )
+    gate = Gate(case.hidden, settings, layer=0, tp=ctx.tp, scale=BackwardScale(), record=record, **common)
+    experts = Experts(
+        case.hidden,
+        case.ffn,
+        case.num_experts,
+        activation="swiglu" if case.gated else "gelu",
+        bias=case.bias,
+        ep=ctx.ep,
+        esp=ctx.esp,
+        output_initialiser=common["initialiser"],
+        **common,
+    )
+    layer = MoELayer(gate, experts, schedule=schedule, ctx=ctx)
+    for parameter in layer.parameters():
+        attach(parameter, Initialiser("normal", 0.7))
+    initialise_weights(layer, 5)
+    with torch.no_grad():
+        gate.weight[0, 0] += case.skew
+    return layer, record
+
+
+def inputs_of(case: Case, dp_rank: int) -> tuple[Tensor, Tensor]:
+    """The micro-batch of a data-parallel rank and the gradient that reaches its output: `[s, b, h]`."""
+    generator = torch.Generator().manual_seed(100 + dp_rank)
+    shape = (case.sequence, case.batch, case.hidden)
+    x, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    if case.skew:
+        x[..., 0] = 1
+    return x.to(case.dtype), gradient.to(case.dtype)
+
+
+def reduce_gradients(ctx: ParallelContext, layer: MoELayer, faults: str = "") -> dict[str, Tensor]:
+    """Dense over dp, experts over edp, both divided by dp; `faults` names a wrong rule on purpose."""
+    reduced = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        is_expert = spec_of(parameter).role == "expert"
+        axis = ctx.edp if is_expert and faults != "experts over dp" else ctx.dp
+        divisor = ctx.edp.size if is_expert and faults == "experts by edp" else ctx.dp.size
+        reduced[name] = transport.sum_over(parameter.grad, axis) / divisor
+    return reduced
+
+
+def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "") -> dict[str, Any]:
+    layer, record = build_layer(ctx, case, schedule)
+    if faults == "router not summed":
+        layer.router._logits = lambda tokens, shared_over, segments: Gate._logits(  # type: ignore[method-assign]
+            layer.router, tokens, None, segments
+        )
+    x, gradient = inputs_of(case, ctx.dp.rank)
+    x.requires_grad_()
+    output = layer(x)
+    output.backward(gradient)
+    summary = record.summarise(ctx, case.topk)
+    assert summary is not None
+    return {
+        "dp": ctx.dp.rank,
+        "output": output.detach(),
+        "input_gradient": x.grad,
+        "gradients": reduce_gradients(ctx, layer, faults),
+        "boxes": {name: spec_of(p).box for name, p in layer.named_parameters()},
+        "shapes": {name: spec_of(p).global_shape for name, p in layer.named_parameters()},
+        "summary": replace(summary, counts=summary.counts.double()),
+    }
+
+
+@dataclass
+class Reference:
+    """What one process computes: each data-parallel rank's micro-batch on its own."""
+
+    results: list[NaiveResult]
+    outputs: list[Tensor]
+    input_gradients: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def reference(case: Case, dp_size: int, slices: int = 1) -> Reference:
+    layer, _ = build_layer(ParallelContext.single(), case, "s1")
+    weights = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
+    results, outputs, input_gradients = [], [], []
+    for dp_rank in range(dp_size):
+        x, gradient = inputs_of(case, dp_rank)
+        tokens = x.flatten(0, 1).requires_grad_()
+        result = naive_moe(
+            tokens,
+            weights,
+            topk=case.topk,
+            factor=case.factor,
+            minimum=case.minimum,
+            pre_softmax=case.pre_softmax,
+            policy=case.policy,
+            slices=slices,
+            gated=case.gated,
+        )
+        loss = (result.output * gradient.flatten(0, 1)).sum()
+        (loss + case.balance * result.balance_loss + case.z * result.z_loss).backward()
+        results.append(result)
+        outputs.append(result.output.detach().view_as(x))
+        assert tokens.grad is not None
+        input_gradients.append(tokens.grad.view_as(x))
+    zeros = {name: torch.zeros_like(w) for name, w in weights.items()}
+    gradients = {name: (zeros[name] if w.grad is None else w.grad) / dp_size for name, w in weights.items()}
+    return Reference(results, outputs, input_gradients, gradients)
+
+
+def largest_difference(pools: Pools, layout: Layout, case: Case, schedule: str, faults: str = "") -> float:
+    """The largest absolute difference between a layout and one process, over outputs, every gradient and figure.
+
+    All values are of order 1. Replicas on different ranks are each compared.
+    """
+    grid = layout.grid
+    expected = reference(case, grid.dp, slices=layout.tp if schedule == "s1" else 1)
+    worst = 0.0
+    for rank in pools.run(layout, run_layer, case, schedule, faults):
+        pairs = [
+            (rank["output"], expected.outputs[rank["dp"]]),
+            (rank["input_gradient"], expected.input_gradients[rank["dp"]]),
+        ]
+        for name, gradient in rank["gradients"].items():
+            assert rank["shapes"][name] == expected.gradients[name].shape
+            pairs.append((gradient, expected.gradients[name][rank["boxes"][name]]))
+        summary = rank["summary"]
+        choices = grid.dp * case.sequence * case.batch * case.topk
+        counts = torch.tensor([result.counts for result in expected.results]).sum(0).double()
+        pairs += [
+            (torch.tensor(found, dtype=torch.float64), torch.as_tensor(wanted).double())
+            for found, wanted in [
+                (summary.load_balancing_loss, torch.stack([r.balance_loss for r in expected.results]).mean()),
+                (summary.z_loss, torch.stack([r.z_loss for r in expected.results]).mean()),
+                (summary.router_entropy, torch.stack([r.entropy for r in expected.results]).mean()),
+                (summary.drop_rate, sum(r.dropped for r in expected.results) / choices),
+                (summary.max_load, counts.max() / counts.mean()),
+            ]
+        ]
+        pairs.append((summary.counts[0], counts))
+        for found, wanted in pairs:
+            assert found.shape == wanted.shape
+            assert torch.isfinite(found).all()
+            worst = max(worst, (found.double() - wanted.double()).abs().max().item())
+    return worst
