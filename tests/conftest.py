@@ -7,6 +7,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the workers
 
 import pytest
+from hypothesis import settings
 
 from tests.harness.layouts import cover, everything
 from tests.harness.pools import Pools
@@ -22,10 +23,20 @@ def pytest_configure(config: pytest.Config) -> None:
         "cover(name=values, ..., where=predicate): parametrise by a pairwise cover of the values, with --full by all",
     )
     config.addinivalue_line("markers", "full: run with --full only")
+    # The same examples in every run; no deadline, for the machine may be busy with the workers.
+    settings.register_profile("short", deadline=None, derandomize=True, max_examples=40)
+    settings.register_profile("full", deadline=None, derandomize=True, max_examples=400)
+    settings.load_profile("full" if config.getoption("--full") else "short")
 
 
 def _all(**_: Any) -> bool:
     return True
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(_name, value))
+    return str(getattr(value, "__name__", value)).removeprefix("torch.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             return where(**dict(zip(names, row, strict=True)))
 
         rows = choose(*(list(values) for values in axes.values()), where=allowed)
-        metafunc.parametrize(names, rows, ids=lambda value: getattr(value, "__name__", str(value)))
+        metafunc.parametrize(names, rows, ids=_name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
