@@ -34,6 +34,7 @@ class AttentionShape:
     dropout: float = 0.0
     norm_of_heads: NormKind | None = None
     norm_epsilon: float = 1e-5
+    norm_is_zero_centred: bool = False
 
 
 class SelfAttention(nn.Module):
@@ -85,6 +86,7 @@ class SelfAttention(nn.Module):
                     dtype=dtype,
                     device=device,
                     shared_over=tp,
+                    is_zero_centred=shape.norm_is_zero_centred,
                 )
                 setattr(self, name, norm)
 

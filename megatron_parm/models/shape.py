@@ -64,4 +64,5 @@ class ModelShape:
             dropout=self.attention_dropout,
             norm_of_heads=self.normalisation if self.has_norm_of_heads else None,
             norm_epsilon=self.norm_epsilon,
+            norm_is_zero_centred=self.norm_is_zero_centred,
         )

@@ -5,7 +5,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megatron_parm.models import heads
 from megatron_parm.models.gpt import GPTModel
+from megatron_parm.parallel.context import ParallelContext
+from tests.harness.layouts import Layout
+from tests.harness.pools import Pools
+from tests.layers.parallel_check import TOLERANCE, TP_LAYOUTS, Box, boxes_of, gradient_differences, randomise_vectors
 from tests.models.gpt_cases import batch_of, build, fuse, small_shape
 
 # float32 through 2 layers; logits are of order 1
@@ -129,3 +134,120 @@ def test_gradient_of_a_tied_embedding_equals_hugging_face() -> None:
     expected = hf.transformer.wte.weight.grad
     torch.testing.assert_close(gradient[:13], expected, atol=1e-6, rtol=1e-4)
     assert not gradient[13:].any(), "padding rows take part"
+
+
+SHAPES = {
+    "gpt2": small_shape(),
+    "llama": small_shape(
+        positions="rope", activation="swiglu", normalisation="RMSNorm", has_bias=False, has_qkv_bias=False,
+        ties_embeddings=False,
+    ),
+    "qwen3": small_shape(
+        num_attention_heads=8, positions="rope", activation="swiglu", normalisation="RMSNorm", has_bias=False,
+        has_norm_of_heads=True,
+    ),
+    "megatron": small_shape(norm_is_zero_centred=True, residual_is_normed=True, has_norm_of_heads=True),
+}  # fmt: skip
+
+
+def run_model(ctx: ParallelContext, name: str, documents: bool = False) -> tuple[Tensor, dict[str, Box]]:
+    """Loss [b, s] and every gradient of this rank, with a weight for each token."""
+    shape = SHAPES[name]
+    model = build(shape, ctx.tp, torch.float64)
+    randomise_vectors(model)
+    tokens, position_ids, labels = batch_of(shape)
+    mask = documents_of_five(3) if documents else None
+    loss = model(tokens, position_ids, labels, mask)
+    (loss * torch.arange(1.0, 1 + loss.numel()).view(loss.shape)).sum().backward()
+    return loss.detach(), boxes_of(model)
+
+
+def documents_of_five(rows: int) -> Tensor:
+    """A mask of documents alone: positions 0-4 and 5-9 do not see each other; the future is left to the model."""
+    document = torch.arange(10) // 5
+    return (document[:, None] != document).expand(rows, 1, 10, 10)
+
+
+@pytest.mark.cover(layout=TP_LAYOUTS, name=list(SHAPES), documents=(False, True))
+def test_cut_over_tp_equals_one_process(pools: Pools, layout: Layout, name: str, documents: bool) -> None:
+    whole, gradients = pools.run(Layout(1), run_model, name, documents)[0]
+    parts = pools.run(layout, run_model, name, documents)
+    for loss, _ in parts:
+        torch.testing.assert_close(loss, whole, atol=TOLERANCE, rtol=0)
+    found = gradient_differences(gradients, [boxes for _, boxes in parts[: layout.tp]])
+    assert max(found.values()) < TOLERANCE, found
+
+
+def _without_share(ctx: ParallelContext, name: str) -> tuple[Tensor, dict[str, Box]]:
+    kept = heads.share
+    heads.share = lambda value, axis: value
+    try:
+        return run_model(ctx, name)
+    finally:
+        heads.share = kept
+
+
+def test_without_share_before_the_head_gradients_are_wrong(pools: Pools) -> None:
+    """The negative control: the loss cannot see it, every gradient below the head does."""
+    whole, gradients = pools.run(Layout(1), _without_share, "llama")[0]
+    parts = pools.run(Layout(2, tp=2), _without_share, "llama")
+    torch.testing.assert_close(parts[0][0], whole, atol=TOLERANCE, rtol=0)
+    found = gradient_differences(gradients, [boxes for _, boxes in parts])
+    assert found["output_layer.weight"] < TOLERANCE
+    del found["output_layer.weight"]
+    assert min(found.values()) > 1e-3
+
+
+def loss_in_float32(ctx: ParallelContext) -> Tensor:
+    """Vocabulary 7 with divisor 1: 7 rows on one process, 8 at tp 2 and 4."""
+    shape = small_shape(vocab_size=7, padded_vocab_size=-(-7 // ctx.tp.size) * ctx.tp.size)
+    return build(shape, ctx.tp)(*batch_of(shape)).detach()
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=4)], ids=str)
+def test_first_loss_does_not_depend_on_padding_or_tp(pools: Pools, layout: Layout) -> None:
+    """FC-33."""
+    whole = pools.run(Layout(1), loss_in_float32)[0]
+    for loss in pools.run(layout, loss_in_float32):
+        torch.testing.assert_close(loss, whole, atol=1e-5, rtol=0)
+
+
+def loss_with_dropout(ctx: ParallelContext) -> Tensor:
+    shape = small_shape(hidden_dropout=0.3)
+    return build(shape, ctx.tp, torch.float64)(*batch_of(shape)).detach()
+
+
+def test_dropout_of_hidden_states_is_the_same_on_tp(pools: Pools) -> None:
+    whole = pools.run(Layout(1), loss_with_dropout)[0]
+    for loss in pools.run(Layout(2, tp=2), loss_with_dropout):
+        torch.testing.assert_close(loss, whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_position_sees_the_future_or_another_document(name: str, masked: bool) -> None:
+    shape = SHAPES[name]
+    model = build(shape, dtype=torch.float64)
+    tokens, position_ids, _ = batch_of(shape)
+    mask = documents_of_five(3) if masked else None
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % shape.vocab_size
+    moved = (model(changed, position_ids, None, mask) - model(tokens, position_ids, None, mask)).abs().amax((1, 2))
+    assert (moved > 1e-9).tolist() == [False] * 3 + [True] * 2 + [not masked] * 5
+
+
+def test_parameter_names_are_megatron_cores() -> None:
+    layer = [
+        "input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight",
+    ]  # fmt: skip
+    expected = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+    expected |= {f"decoder.layers.{number}.{name}" for number in range(2) for name in layer}
+    assert {name for name, _ in build(SHAPES["llama"]).named_parameters()} == expected
+
+
+def test_a_wrong_shape_is_told_with_its_letters() -> None:
+    model = build(SHAPES["gpt2"])
+    tokens, position_ids, _ = batch_of(model.shape)
+    with pytest.raises(ValueError, match=r"\[b=3, s=10\], found \[3, 9\]"):
+        model(tokens[:, :9], position_ids)

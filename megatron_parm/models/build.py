@@ -1,0 +1,186 @@
+"""From the configuration and the groups to a model. Floor 6."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatron_parm.config.run import RunConfig
+from megatron_parm.layers.feed_forward import Activation, gates_of
+from megatron_parm.layers.initialise import Initialiser, initialise_weights
+from megatron_parm.layers.rotary import RotaryShape
+from megatron_parm.models.block import make_feed_forward
+from megatron_parm.models.gpt import GPTModel
+from megatron_parm.models.shape import ModelShape
+from megatron_parm.moe.choose import Choice, choose, fixed
+from megatron_parm.moe.cost import PUBLISHED, LayerShape
+from megatron_parm.moe.experts import Experts
+from megatron_parm.moe.gate import Gate, GateSettings
+from megatron_parm.moe.layer import MoELayer
+from megatron_parm.moe.losses import BackwardScale
+from megatron_parm.moe.record import RoutingRecord
+from megatron_parm.parallel.context import ParallelContext
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "openai_gelu": "gelu_tanh",
+    "squared_relu": "squared_relu",
+    "swiglu": "swiglu",
+}
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model with initial weights, and what the trainer needs of its MoE layers (none in a dense model)."""
+
+    model: GPTModel
+    choice: Choice | None
+    balance_scale: BackwardScale
+    record: RoutingRecord
+
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """The MoE layers of this stage, in order."""
+        return [module for module in self.model.modules() if isinstance(module, MoELayer)]
+
+    def use_schedule(self, name: str) -> None:
+        """Run every MoE layer by the schedule of that name from now on."""
+        for layer in self.moe_layers:
+            layer.schedule = name
+
+
+def build_gpt(
+    config: RunConfig, vocab_size: int, padded_vocab_size: int, ctx: ParallelContext, generator: torch.Generator
+) -> BuiltModel:
+    """The GPT of a resolved `config`, the same weights on every layout. Call on all ranks.
+
+    `generator` is the stream of dropout on activations that are identical on tp.
+    """
+    shape = model_shape(config, vocab_size, padded_vocab_size)
+    dtype = DTYPES[config.training.precision]
+    choice = choose_schedule(config, ctx)
+    scale, record = BackwardScale(), RoutingRecord()
+    pattern = config.moe_layers
+
+    def feed_forward(layer: int, /) -> nn.Module:
+        if not pattern[layer]:
+            return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device)
+        assert choice is not None
+        return _moe_layer(config, shape, layer, choice.schedule, scale, record, ctx, dtype)
+
+    model = GPTModel(shape, feed_forward, tp=ctx.tp, generator=generator, dtype=dtype, device=ctx.device)
+    initialise_weights(model, config.training.seed)
+    return BuiltModel(model, choice, scale, record)
+
+
+def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> ModelShape:
+    """The dense shape that the flags describe."""
+    model = config.model
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.feed_forward_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        head_dim=model.head_dim,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        max_positions=model.max_position_embeddings,
+        positions=model.position_embedding_type,
+        rotary=RotaryShape(
+            base=model.rotary_base, percent=model.rotary_percent, is_interleaved=model.rotary_interleaved
+        ),
+        activation=ACTIVATIONS[model.activation],
+        normalisation=model.normalization,
+        norm_epsilon=model.norm_epsilon,
+        norm_is_zero_centred=model.apply_layernorm_1p,
+        has_bias=model.has_linear_bias,
+        has_qkv_bias=model.has_qkv_bias,
+        has_norm_of_heads=model.qk_layernorm,
+        ties_embeddings=not model.untie_embeddings_and_output_weights,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        initialiser=_initialiser(config),
+    )
+
+
+def choose_schedule(config: RunConfig, ctx: ParallelContext) -> Choice | None:
+    """The schedule of the MoE layers and why; None for a dense model. Needs no communication."""
+    if config.moe is None:
+        return None
+    shape = LayerShape(
+        num_tokens=config.data.seq_length * config.training.micro_batch_size,
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=config.expert_size,
+        num_experts=config.moe.num_experts,
+        topk=config.moe.moe_router_topk,
+        capacity_factor=config.moe.capacity_factor,
+        min_capacity=config.moe.moe_min_capacity,
+        has_slots=None not in (config.moe.capacity_factor, config.moe.eval_capacity_factor),
+        matrices=1 + gates_of(ACTIVATIONS[config.model.activation]),
+        bytes_per_element=DTYPES[config.training.precision].itemsize,
+        tp=ctx.tp.size,
+        ep=ctx.ep.size,
+        esp=ctx.esp.size,
+    )
+    if config.moe.moe_schedule == "auto":
+        return choose(shape, PUBLISHED)
+    return fixed(config.moe.moe_schedule, shape, PUBLISHED)
+
+
+def _initialiser(config: RunConfig) -> Initialiser:
+    if config.model.init_method_xavier_uniform:
+        return Initialiser("xavier_uniform")
+    return Initialiser("normal", config.model.init_method_std)
+
+
+def _moe_layer(
+    config: RunConfig,
+    shape: ModelShape,
+    layer: int,
+    schedule: str,
+    scale: BackwardScale,
+    record: RoutingRecord,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+) -> MoELayer:
+    moe = config.moe
+    assert moe is not None
+    settings = GateSettings(
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        capacity_factor=moe.capacity_factor,
+        eval_capacity_factor=moe.eval_capacity_factor,
+        min_capacity=moe.moe_min_capacity,
+        drop_policy=moe.moe_token_drop_policy,
+        pre_softmax=moe.moe_router_pre_softmax,
+        balance_coefficient=moe.moe_aux_loss_coeff if moe.moe_router_load_balancing_type == "aux_loss" else None,
+        z_coefficient=moe.moe_z_loss_coeff,
+        router_dtype=DTYPES[config.router_dtype],
+    )
+    gate = Gate(
+        shape.hidden_size,
+        settings,
+        layer=layer,
+        tp=ctx.tp,
+        scale=scale,
+        record=record,
+        initialiser=shape.initialiser,
+        dtype=dtype,
+        device=ctx.device,
+    )
+    experts = Experts(
+        shape.hidden_size,
+        config.expert_size,
+        moe.num_experts,
+        activation=shape.activation,
+        bias=shape.has_bias,
+        ep=ctx.ep,
+        esp=ctx.esp,
+        initialiser=replace(shape.initialiser, per_leading=True),
+        output_initialiser=replace(shape.output_initialiser, per_leading=True),
+        dtype=dtype,
+        device=ctx.device,
+    )
+    return MoELayer(gate, experts, schedule=schedule, ctx=ctx)
