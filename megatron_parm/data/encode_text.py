@@ -1,0 +1,174 @@
+"""Text to token ids in several processes, in the order of the text and with bounded memory. Floor 4.
+
+A worker gets a range of bytes, reads it itself and sends back arrays, so little travels between processes. Every
+worker has a few chunks at a time; results are taken in the order of the chunks.
+"""
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.connection import Connection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_parm.data.text_chunks import BrokenLine, BrokenTextError, TextChunk, read_documents, texts_of
+from megatron_parm.errors import DataError
+from megatron_parm.tokenizers.base import Tokenizer
+
+_CHUNKS_PER_WORKER = 3
+
+
+@dataclass(frozen=True)
+class EncodeRules:
+    """Which fields become token ids, and whether `eod` ends each document (None: nothing does)."""
+
+    keys: tuple[str, ...]
+    dtype: "np.dtype[np.integer]"
+    eod: int | None
+
+
+@dataclass(frozen=True)
+class EncodedColumn:
+    """The documents of one key: ids back to back, the length of each, and how many were left out as empty."""
+
+    ids: NDArray[np.integer]
+    lengths: NDArray[np.int32]
+    num_empty: int
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """What became of one chunk: a column per key, and the places that gave no document."""
+
+    source: TextChunk
+    columns: tuple[EncodedColumn, ...]
+    num_documents: int
+    broken: tuple[BrokenLine, ...]
+
+
+def encode_chunk(chunk: TextChunk, tokenizer: Tokenizer, rules: EncodeRules) -> EncodedChunk:
+    """Encode one chunk. A document that is broken for one key is left out for all."""
+    broken: list[BrokenLine] = []
+    lines: list[int] = []
+    texts: list[list[str]] = []
+    for line, document in read_documents(chunk):
+        try:
+            texts.append(texts_of(document, chunk.is_json, rules.keys))
+            lines.append(line)
+        except BrokenTextError as error:
+            broken.append(BrokenLine(chunk.path, line, error.reason))
+    try:
+        encoded = [tokenizer.encode_batch(column) for column in zip(*texts, strict=True)]
+    except DataError:  # a tokenizer that refuses some text: find out which
+        encoded = _encode_one_by_one(chunk, tokenizer, lines, texts, broken)
+    broken.sort(key=lambda place: place.line)
+    columns = tuple(_column(ids, rules) for ids in encoded or [[] for _ in rules.keys])
+    return EncodedChunk(chunk, columns, len(encoded[0]) if encoded else 0, tuple(broken))
+
+
+def encode_chunks(
+    chunks: Iterable[TextChunk], tokenizer: Tokenizer, rules: EncodeRules, num_workers: int
+) -> Iterator[EncodedChunk]:
+    """The encoded chunks in order. With one worker this process does the work itself."""
+    if num_workers <= 1:
+        for chunk in chunks:
+            yield encode_chunk(chunk, tokenizer, rules)
+        return
+    with _workers(tokenizer, rules, num_workers) as connections:
+        waiting: deque[Connection] = deque()
+        for number, chunk in enumerate(chunks):
+            if len(waiting) == num_workers * _CHUNKS_PER_WORKER:
+                yield _receive(waiting.popleft())
+            connection = connections[number % num_workers]
+            _send(connection, chunk)
+            waiting.append(connection)
+        while waiting:
+            yield _receive(waiting.popleft())
+
+
+def _encode_one_by_one(
+    chunk: TextChunk,
+    tokenizer: Tokenizer,
+    lines: Sequence[int],
+    texts: Sequence[Sequence[str]],
+    broken: list[BrokenLine],
+) -> list[list[list[int]]]:
+    """As `encode_batch` for each key, without the documents that the tokenizer refuses; those go to `broken`."""
+    rows = []
+    for line, row in zip(lines, texts, strict=True):
+        try:
+            rows.append([tokenizer.encode(text) for text in row])
+        except DataError as error:
+            broken.append(BrokenLine(chunk.path, line, str(error)))
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _column(encoded: Sequence[list[int]], rules: EncodeRules) -> EncodedColumn:
+    """Join the ids of the documents that have any, each with its end."""
+    documents = [ids for ids in encoded if ids]
+    if rules.eod is not None:
+        for ids in documents:
+            ids.append(rules.eod)
+    lengths = np.array([len(ids) for ids in documents], dtype=np.int32)
+    joined = np.fromiter(chain.from_iterable(documents), dtype=rules.dtype, count=int(lengths.sum(dtype=np.int64)))
+    return EncodedColumn(joined, lengths, len(encoded) - len(documents))
+
+
+@contextmanager
+def _workers(tokenizer: Tokenizer, rules: EncodeRules, count: int) -> Iterator[list[Connection]]:
+    """Forked processes that inherit the tokenizer, one connection each; they end with the block."""
+    fork = multiprocessing.get_context("fork")
+    connections: list[Connection] = []
+    processes = []
+    try:
+        for _ in range(count):
+            ours, theirs = fork.Pipe()
+            connections.append(ours)
+            process = fork.Process(target=_work, args=(theirs, tuple(connections), tokenizer, rules), daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _work(connection: Connection, inherited: Sequence[Connection], tokenizer: Tokenizer, rules: EncodeRules) -> None:
+    """Encode what comes until the other side closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops its workers
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            chunk: TextChunk = connection.recv()
+            connection.send(encode_chunk(chunk, tokenizer, rules))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _send(connection: Connection, chunk: TextChunk) -> None:
+    try:
+        connection.send(chunk)
+    except OSError as error:
+        raise _died() from error
+
+
+def _receive(connection: Connection) -> EncodedChunk:
+    try:
+        encoded: EncodedChunk = connection.recv()
+    except (EOFError, OSError) as error:
+        raise _died() from error
+    return encoded
+
+
+def _died() -> DataError:
+    return DataError("a worker process ended before its work was done (killed, or out of memory); use fewer --workers")
