@@ -110,7 +110,7 @@ def test_a_line_cut_off_is_noted_and_skipped(log_file, capsys):
         (RESUMED, ["--text", "--loss", "sop_loss"], "holds no sop_loss"),
         (RESUMED, [], "nothing to do"),
         (RESUMED, ["--output", "loss.xyz"], "--output loss.xyz must end in .png, .pdf or .svg"),
-        (RESUMED, ["--output", "/dev/null/loss.png"], "cannot write --output /dev/null/loss.png: Not a directory"),
+        (RESUMED, ["--output", "/dev/null/loss.png"], "cannot write --output /dev/null/loss.png: "),
         (RESUMED, ["--text", "--reference", "6.1"], 'must be "name=value"'),
         (RESUMED, ["--text", "--reference", "a=b"], 'must be "name=value"'),
     ],
