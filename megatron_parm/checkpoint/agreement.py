@@ -69,8 +69,8 @@ def _error_for_all(failures: list[dict[str, str]], doing: str, axis: Axis) -> Ch
         message = f"{doing} failed: {message}"
     ranks = sorted({int(failure["rank"]) for failure in failures})
     if axis.size > 1 and len(ranks) < axis.size:
-        named = ", ".join(str(axis.ranks[rank]) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-        message = f"rank {axis.ranks[ranks[0]]}: {message}" + (
-            f" (also failed: ranks {named})" if len(ranks) > 1 else ""
-        )
+        message = f"rank {axis.ranks[ranks[0]]}: {message}"
+        if len(ranks) > 1:
+            named = ", ".join(str(axis.ranks[rank]) for rank in ranks[1:9]) + (", ..." if len(ranks) > 9 else "")
+            message += f" (also failed: rank {named})"
     return KINDS[first["kind"]](message)

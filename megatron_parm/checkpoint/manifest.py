@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from megatron_parm.checkpoint.paths import STATE, is_plain
 from megatron_parm.errors import CheckpointError, UntrustedCheckpointError
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 SELF_HASH = "manifest_sha256"
@@ -155,13 +157,16 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where} is damaged: its content has the hash {found}, it says {expected}")
     try:
         manifest = Manifest(
-            iteration=content["iteration"],
-            save_id=content["save_id"],
-            layout=dict(content["layout"]),
-            versions=dict(content["versions"]),
+            iteration=_of_type(int, content["iteration"]),
+            save_id=_of_type(str, content["save_id"]),
+            layout={name: _of_type(int, size) for name, size in content["layout"].items()},
+            versions={name: _of_type(str, version) for name, version in content["versions"].items()},
             tensors=_parse_table(content["tensors"]),
             rank_tensors=_parse_table(content["rank_tensors"]),
-            files={name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()},
+            files={
+                name: FileEntry(_of_type(int, entry["bytes"]), _of_type(str, entry["sha256"]))
+                for name, entry in content["files"].items()
+            },
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{where} is not a manifest of this program: {type(error).__name__} {error}") from None
@@ -195,12 +200,22 @@ def _check_names(content: Mapping[str, Any], where: str) -> None:
 def _parse_table(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(
-            tuple(entry["shape"]),
-            entry["dtype"],
-            tuple(Part(file, tuple(offsets), tuple(shape)) for file, offsets, shape in entry["parts"]),
+            _sizes(entry["shape"]),
+            _of_type(str, entry["dtype"]),
+            tuple(Part(_of_type(str, file), _sizes(offsets), _sizes(shape)) for file, offsets, shape in entry["parts"]),
         )
         for name, entry in table.items()
     }
+
+
+def _of_type(kind: type[T], value: object) -> T:
+    if type(value) is not kind:  # not isinstance: True is no number here
+        raise TypeError(f"{value!r} is not {kind.__name__}")
+    return value
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    return tuple(_of_type(int, size) for size in _of_type(list, value))
 
 
 def _check_parts(manifest: Manifest, where: str) -> None:

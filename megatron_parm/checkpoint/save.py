@@ -137,6 +137,10 @@ def _offer(
         {
             "iteration": iteration,
             "state": {key: fingerprint(value) for key, value in state.items()},
+            "stage": ctx.pp.rank,
+            "tensors": fingerprint(
+                {name: [*spec.global_shape, str(local.dtype)] for name, (local, spec) in tensors.items()}
+            ),
             "bytes": counted,
             "free": _free_bytes(root),
         }
@@ -151,15 +155,7 @@ def _free_bytes(folder: Path) -> int:
 
 def _check_offers(offers: list[dict[str, Json]], root: Path) -> int:
     """The bytes needed. Every rank has the same offers, so all raise or none."""
-    first = offers[0]
-    for rank, offer in enumerate(offers):
-        for what in ("iteration", "state"):
-            mine, other = first[what], offer[what]
-            if mine != other:
-                if isinstance(mine, dict) and isinstance(other, dict):
-                    differing = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))
-                    raise CheckpointStorageError(f"rank {rank} wants to save another state than rank 0: {differing}")
-                raise CheckpointStorageError(f"rank {rank} wants to save iteration {other}, rank 0 iteration {mine}")
+    _check_agreement(offers)
     needed = sum(_number(offer["bytes"]) for offer in offers) + OVERHEAD_BYTES
     for rank, offer in enumerate(offers):
         free = _number(offer["free"])
@@ -169,6 +165,25 @@ def _check_offers(offers: list[dict[str, Json]], root: Path) -> int:
                 f"which {1 - FREE_SHARE:.0%} stay unused. Nothing was written; make room or choose another --save"
             )
     return needed
+
+
+def _check_agreement(offers: list[dict[str, Json]]) -> None:
+    first = offers[0]
+    stages: dict[Json, tuple[int, Json]] = {}
+    for rank, offer in enumerate(offers):
+        if offer["iteration"] != first["iteration"]:
+            told = f"iteration {offer['iteration']}, rank 0 iteration {first['iteration']}"
+            raise CheckpointStorageError(f"rank {rank} wants to save {told}")
+        mine, other = first["state"], offer["state"]
+        assert isinstance(mine, dict) and isinstance(other, dict)
+        differing = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))
+        if differing:
+            raise CheckpointStorageError(f"rank {rank} wants to save another state than rank 0: {', '.join(differing)}")
+        peer, tensors = stages.setdefault(offer["stage"], (rank, offer["tensors"]))
+        if tensors != offer["tensors"]:
+            raise CheckpointStorageError(
+                f"ranks {peer} and {rank} of one pipeline stage want to save tensors of other names, shapes or dtypes"
+            )
 
 
 def _number(value: Json) -> int:
