@@ -20,7 +20,7 @@ from megatron_parm.data.index_cache import IndexCache, default_cache_folder, fil
 from megatron_parm.data.indexed_dataset import IndexedDataset, TokenSource
 from megatron_parm.data.mock import MockDocuments
 from megatron_parm.data.splits import SPLIT_NAMES, Rounding, parse_split, require_sequences, split_bounds
-from megatron_parm.data.token_index import TokenIndex, build_token_index, plan_epochs
+from megatron_parm.data.token_index import EpochPlan, TokenIndex, build_token_index, plan_epochs
 from megatron_parm.data.vocabulary_check import check_token_ids
 from megatron_parm.errors import ConfigError
 
@@ -41,21 +41,20 @@ class GPTDataRules:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One source of one split. Samples are windows of sequence_length tokens, not documents."""
+    """One source of one split. A sample is a window of sequence_length tokens, not a document."""
 
     split_name: str
     source: str
     documents: int
     tokens: int
-    samples_per_epoch: int
-    epochs: int
-    samples: int
+    plan: EpochPlan
 
     def __str__(self) -> str:
+        plan = self.plan
         return (
-            f"{self.split_name}: {self.source}: {self.documents} documents, {self.tokens} tokens, "
-            f"{self.samples_per_epoch} samples per epoch, {self.epochs} epoch{'s' if self.epochs > 1 else ''} "
-            f"for {self.samples} samples"
+            f"{self.split_name}: {self.source}: {self.documents} documents, {self.tokens} tokens; "
+            f"{plan.samples_per_epoch} samples of {plan.sequence_length} tokens per epoch; {plan.requested} asked for: "
+            f"{plan.epochs} epoch{'s' if plan.epochs > 1 else ''}, {plan.total_samples} samples"
         )
 
 
@@ -152,11 +151,7 @@ class _Builder:
             "tokens", facts, lambda: dict(vars(build_token_index(source.lengths, np.arange(start, stop), plan, seed)))
         )
         index = TokenIndex(arrays["document"], arrays["sample"], arrays["shuffle"])
-        self.summaries.append(
-            SplitSummary(
-                SPLIT_NAMES[number], source.name, stop - start, tokens, plan.samples_per_epoch, plan.epochs, len(index)
-            )
-        )
+        self.summaries.append(SplitSummary(SPLIT_NAMES[number], source.name, stop - start, tokens, plan))
         return GPTDataset(source, index, length, self.rules.documents)
 
     def _open(self, prefix: str) -> TokenSource:
