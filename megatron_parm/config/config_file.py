@@ -15,7 +15,7 @@ from megatron_parm.errors import ConfigError
 
 LARGEST_FILE = 1 << 20  # bytes
 
-Takes = Literal["nothing", "one", "several"]
+Takes = Literal["nothing", "one", "several", "anything"]  # anything: a switch, or a flag with words
 
 _TRUE = ("true", "yes", "on")
 _BOOL_TAG = "tag:yaml.org,2002:bool"
@@ -87,10 +87,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _words_of_value(flag: str, node: yaml.Node, takes: Takes) -> list[str]:
     if node.tag == _NULL_TAG:
         return []
-    if takes == "nothing":
-        if node.tag != _BOOL_TAG:
-            raise ConfigError(f"line {node.start_mark.line + 1}: {flag} is a switch: write true or false")
+    is_switch = node.tag == _BOOL_TAG and takes in ("nothing", "anything")
+    if is_switch:
         return [flag] if node.value.lower() in _TRUE else []
+    if takes == "nothing":
+        raise ConfigError(f"line {node.start_mark.line + 1}: {flag} is a switch: write true or false")
     entries = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(entry, yaml.ScalarNode) for entry in entries):
         raise ConfigError(f"line {node.start_mark.line + 1}: {flag} takes a value or a list of values")

@@ -24,10 +24,14 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Sets:
-    """A switch that stands for `field` = `value` (text as the field's own flag would read it; None: its default)."""
+    """A switch that stands for `field` = `value` (text as the field's own flag would read it; None: its default).
+
+    It gives way to the field's own flag where that says one of `yields_to`.
+    """
 
     field: str
     value: str | None
+    yields_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ _OLD_NAMES: dict[str, Entry] = {
     "--bf16": Sets("precision", "bf16"),
     "--fp16": Refused("fp16 needs loss scaling, which is not in this release; use --bf16"),
     "--use-rotary-position-embeddings": Sets("position_embedding_type", "rope"),
-    "--no-position-embedding": Sets("position_embedding_type", "none"),
+    "--no-position-embedding": Sets("position_embedding_type", "none", yields_to=("rope",)),
     "--batch-size": Refused(
         "Megatron renamed it; use --micro-batch-size (samples of one rank) and --global-batch-size"
     ),

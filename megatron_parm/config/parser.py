@@ -23,8 +23,8 @@ from megatron_parm.errors import ConfigError
 
 S = TypeVar("S")
 
-_NARGS: dict[Takes, int | str | None] = {"nothing": 0, "one": None, "several": "*"}
-_TAKES: dict[str, Takes] = {"none": "nothing", "one": "one", "any": "several"}
+_NARGS: dict[Takes, int | str | None] = {"nothing": 0, "one": None, "several": "*", "anything": "*"}
+_TAKES: dict[str, Takes] = {"none": "nothing", "one": "one", "any": "anything"}
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -34,18 +34,23 @@ class Given:
 
     values: dict[str, object] = field(default_factory=dict)  # by field
     spellings: dict[str, str] = field(default_factory=dict)  # by field: the flag that was written
+    yields: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by field: values that the flag gives way to
     notes: list[str] = field(default_factory=list)
 
-    def add(self, name: str, spelling: str, value: object) -> None:
-        """Keep a value. The same flag twice: the last counts; two names of one field must agree."""
+    def add(self, name: str, spelling: str, value: object, yields_to: tuple[str, ...] = ()) -> None:
+        """Keep a value. The same flag twice: the last counts; two names of one field must agree, or one give way."""
         before = self.spellings.get(name)
-        if before is not None and before != spelling and self.values[name] != value:
+        is_other_name = before is not None and before != spelling and self.values[name] != value
+        if is_other_name and self.values[name] in yields_to:
+            return
+        if is_other_name and value not in self.yields[name]:
             raise ConfigError(
                 f"{before} and {spelling} are two names of one setting and say {self.values[name]} and {value}; "
                 "keep one"
             )
         self.values[name] = value
         self.spellings[name] = spelling
+        self.yields[name] = yields_to
 
     def note(self, text: str) -> None:
         """Keep a note once."""
@@ -108,11 +113,15 @@ class ConfigParser(argparse.ArgumentParser):
         namespace, rest = self.parse_known_args(list(words), argparse.Namespace(given=given))
         unknown = [word.split("=")[0] for word in rest if word.startswith("--") and word != "--"]
         if unknown:
-            every = [*self.known, *(option for action in self._actions for option in action.option_strings)]
-            raise ConfigError(f"unknown flag {unknown[0]}{did_you_mean(unknown[0], every)}")
+            raise ConfigError(f"unknown flag {unknown[0]}{did_you_mean(unknown[0], self._usable())}")
         if rest:
             raise ConfigError(f"unexpected {rest[0]!r}: every setting is a --flag; --help lists them")
         return given, namespace
+
+    def _usable(self) -> list[str]:
+        """Every flag worth proposing, those of a tool included."""
+        every = (option for action in self._actions for option in action.option_strings)
+        return [option for option in every if not isinstance(MEGATRON_FLAGS.get(option), Refused)]
 
 
 class _FlagAction(argparse.Action):
@@ -133,7 +142,7 @@ class _FlagAction(argparse.Action):
             if isinstance(entry, Spelling) and entry.convert is not None:
                 words = [entry.convert(word) for word in words]
             value = flag.read(words)
-        given.add(flag.field, name, value)
+        given.add(flag.field, name, value, entry.yields_to if isinstance(entry, Sets) else ())
 
 
 class _TableAction(argparse.Action):
@@ -168,13 +177,14 @@ def build_parser(
     `knows_megatron` adds every ignored and refused name of Megatron too. A tool may add arguments of its own.
     """
     parser = ConfigParser(prog, description)
+    other_names = _other_names()
     flags: dict[str, Flag] = {}
     for owner in classes:
         group = parser.add_argument_group((owner.__doc__ or owner.__name__).split(".")[0])
         for flag in flags_of(owner):
             flags[flag.field] = flag
             metavar = None if flag.kind is bool else {"metavar": _METAVARS[flag.kind]}
-            text = (flag.help_line() + _also(flag.field)).replace("%", "%%")
+            text = (flag.help_line() + other_names.get(flag.field, "")).replace("%", "%%")
             parser.learn(
                 group, flag.spelling, _FlagAction, _takes(flag), const=(flag, None), help=text, **(metavar or {})
             )
@@ -183,13 +193,12 @@ def build_parser(
     return parser
 
 
-def _also(name: str) -> str:
-    others = [spelling for spelling, entry in MEGATRON_FLAGS.items() if _is_other_name(entry, name)]
-    return f"; also {', '.join(others)}" if others else ""
-
-
-def _is_other_name(entry: Entry, name: str) -> bool:
-    return isinstance(entry, Spelling) and entry.field == name
+def _other_names() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for spelling, entry in MEGATRON_FLAGS.items():
+        if isinstance(entry, Spelling):
+            found[entry.field] = f"{found[entry.field]}, {spelling}" if entry.field in found else f"; also {spelling}"
+    return found
 
 
 def _learn_entry(
@@ -235,7 +244,7 @@ def _read_file(parser: ConfigParser, path: str) -> Given:
 
 
 def _over(file: Given, line: Given) -> Given:
-    merged = Given(file.values | line.values, file.spellings | line.spellings, list(file.notes))
+    merged = Given(file.values | line.values, file.spellings | line.spellings, notes=list(file.notes))
     for text in line.notes:
         merged.note(text)
     return merged
