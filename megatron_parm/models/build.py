@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class BuiltModel:
     """A model with initial weights, and what the trainer needs of its MoE layers (none in a dense model)."""
 
@@ -44,8 +44,10 @@ class BuiltModel:
         """The MoE layers of this stage, in order."""
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]
 
-    def use_schedule(self, name: str) -> None:
+    def use_schedule(self, name: str, reason: str) -> None:
         """Run every MoE layer by the schedule of that name from now on."""
+        assert self.choice is not None, "a dense model has no schedule"
+        self.choice = replace(self.choice, schedule=name, reason=reason)
         for layer in self.moe_layers:
             layer.schedule = name
 

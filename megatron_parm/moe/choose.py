@@ -27,8 +27,10 @@ def unable(schedule: str, shape: LayerShape) -> str | None:
         return (
             f"s1 splits the {shape.num_tokens} tokens of a micro-batch over tp {shape.tp}, which does not divide them"
         )
-    if schedule == "s2" and shape.capacity_factor is None:
-        return "s2 splits expert slots over tp and so needs a capacity (--moe-expert-capacity-factor)"
+    if schedule == "s2" and not shape.has_slots:
+        return (
+            "s2 splits expert slots over tp and so needs a capacity (--moe-expert-capacity-factor, in evaluation too)"
+        )
     return None
 
 

@@ -46,7 +46,8 @@ PUBLISHED = CostModel(
 class LayerShape:
     """One MoE layer on one rank: n tokens, identical on tp peers, and the sizes of the axes.
 
-    capacity_factor None is dropless. matrices: products of h x f in an expert, 2, or 3 for a gated one.
+    capacity_factor None is dropless; has_slots: training and evaluation both have a capacity. matrices: products of h
+    x f in an expert, 2, or 3 for a gated one.
     """
 
     num_tokens: int
@@ -56,6 +57,7 @@ class LayerShape:
     topk: int
     capacity_factor: float | None
     min_capacity: int
+    has_slots: bool
     matrices: int
     bytes_per_element: int
     tp: int

@@ -24,8 +24,9 @@ from megatron_parm.parallel.sharding import make_parameter
 class GateSettings:
     """How tokens choose experts.
 
-    capacity_factor None: dropless. pre_softmax: softmax over all experts before top-k instead of over the chosen ones.
-    balance_coefficient None: no balance loss at all; 0: computed for the log only. router_dtype: least precision.
+    capacity_factor and eval_capacity_factor None: dropless. pre_softmax: softmax over all experts before top-k
+    instead of over the chosen ones. balance_coefficient None: no balance loss at all; 0: computed for the log only.
+    router_dtype: least precision.
     """
 
     num_experts: int
@@ -105,7 +106,7 @@ class Gate(nn.Module):
     def capacity(self, num_tokens: int) -> int | None:
         """Slots an expert keeps of `num_tokens` tokens; the evaluation factor applies in eval mode."""
         s = self.settings
-        factor = s.capacity_factor if self.training or s.eval_capacity_factor is None else s.eval_capacity_factor
+        factor = s.capacity_factor if self.training else s.eval_capacity_factor
         return capacity_of(num_tokens, s.num_experts, s.topk, factor, s.min_capacity)
 
     def _logits(self, tokens: Tensor, shared_over: Axis | None, num_segments: int) -> Tensor:

@@ -49,7 +49,7 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str) -> tuple[MoELay
         num_experts=case.num_experts,
         topk=case.topk,
         capacity_factor=case.factor,
-        eval_capacity_factor=None,
+        eval_capacity_factor=case.factor,
         min_capacity=case.minimum,
         drop_policy=case.policy,  # type: ignore[arg-type]
         pre_softmax=case.pre_softmax,

@@ -1,0 +1,229 @@
+"""From a configuration to everything a run is made of, in the order in which problems are cheapest to find. Floor 7."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+
+from megatron_parm.checkpoint.save import layout_of
+from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve, schedule_samples
+from megatron_parm.data.batches import Batch, micro_batches
+from megatron_parm.data.build import GPTDataRules, GPTDatasets, build_gpt_datasets, split_requests
+from megatron_parm.data.gpt_dataset import DocumentRules, SampleSource
+from megatron_parm.data.samplers import build_sampler
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.models.build import BuiltModel, build_gpt
+from megatron_parm.observe.flops import TransformerShape
+from megatron_parm.observe.log import Log
+from megatron_parm.observe.records import ParameterCounts
+from megatron_parm.optim.build import build_optimizer
+from megatron_parm.optim.precision import Optimizer
+from megatron_parm.optim.schedule import RateSchedule
+from megatron_parm.parallel import launch, transport
+from megatron_parm.parallel.agreement import on_all_ranks
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.grid import RankGrid
+from megatron_parm.parallel.launch import LaunchEnvironment
+from megatron_parm.parallel.randomness import RandomStates
+from megatron_parm.parallel.sharding import spec_of
+from megatron_parm.pipeline.micro_batches import BatchPlan
+from megatron_parm.tokenizers.base import Tokenizer
+from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of a run on one rank."""
+
+    config: RunConfig
+    ctx: ParallelContext
+    log: Log
+    tokenizer: Tokenizer
+    plan: BatchPlan
+    schedule: RateSchedule
+    datasets: GPTDatasets
+    built: BuiltModel
+    buffers: GradientBuffers
+    optimizer: Optimizer
+    random_states: RandomStates
+    flop_shape: TransformerShape
+
+    def batches(self, dataset: SampleSource, consumed_samples: int) -> Iterator[Batch]:
+        """This rank's micro-batches of `dataset` from the given position on. tp peers read the same ones."""
+        sampler = build_sampler(
+            self.config.data.dataloader_type,
+            len(dataset),
+            consumed_samples,
+            self.config.training.micro_batch_size,
+            self.ctx.dp.rank,
+            self.ctx.dp.size,
+        )
+        on_accelerator = self.ctx.device.type != "cpu"
+        return micro_batches(dataset, sampler, self.config.data.num_workers, pin_memory=on_accelerator)
+
+
+def join_ranks(config: RunConfig, environment: LaunchEnvironment, log: Log) -> tuple[RunConfig, ParallelContext]:
+    """Check the configuration, compare it over the ranks, and build the groups. Call on all ranks.
+
+    Returns the configuration with every default filled in. Raises ConfigError or LayoutError before any group exists.
+    """
+    check_run(config, environment.world)
+    config = resolve(config, environment.world)
+    parallel = config.parallel
+    device, backend, note = launch.choose_device(parallel.distributed_backend, environment)
+    if note:
+        log.warn(note)
+    is_moe = config.moe is not None
+    grid = RankGrid(
+        environment.world,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size if is_moe else 1,
+        esp=parallel.esp if is_moe else 1,
+    )
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    store = launch.open_store(environment, timeout)
+    launch.check_fingerprint(fingerprint(config), environment, store)
+    return config, launch.start(grid, environment, store, device, backend, timeout)
+
+
+def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
+    """The tokenizer of the flags, and the vocabulary with its extra ids, before padding."""
+    data = config.data
+    tokenizer = build_tokenizer(
+        data.tokenizer_type,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=data.vocab_size,
+    )
+    return tokenizer, tokenizer.vocab_size + data.vocab_extra_ids
+
+
+def make_model(config: RunConfig, vocab_size: int, ctx: ParallelContext) -> tuple[BuiltModel, RandomStates, int]:
+    """The model with initial weights, its random streams, and the padded vocabulary."""
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, ctx.tp.size)
+    random_states = RandomStates(config.training.seed, ctx)
+    return build_gpt(config, vocab_size, padded, ctx, random_states.replicated), random_states, padded
+
+
+def assemble(config: RunConfig, ctx: ParallelContext, log: Log) -> Assembly:
+    """Everything of a run but its checkpoint. `config` is resolved. Call on all ranks."""
+    tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
+    training = config.training
+    plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size)
+    schedule = on_all_ranks(ctx.world, lambda: make_schedule(config))
+    datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size))
+    for summary in datasets.summaries:
+        log.say(f" > {summary}")
+    built, random_states, padded = make_model(config, vocab_size, ctx)
+    buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
+    optim = config.optim
+    optimizer = build_optimizer(
+        buffers,
+        optim.optimizer,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        sgd_momentum=optim.sgd_momentum,
+    )
+    return Assembly(
+        config=config,
+        ctx=ctx,
+        log=log,
+        tokenizer=tokenizer,
+        plan=plan,
+        schedule=schedule,
+        datasets=datasets,
+        built=built,
+        buffers=buffers,
+        optimizer=optimizer,
+        random_states=random_states,
+        flop_shape=_flop_shape(config, padded),
+    )
+
+
+def make_schedule(config: RunConfig) -> RateSchedule:
+    """The learning-rate and weight-decay schedules of a resolved config."""
+    optim, samples = config.optim, schedule_samples(config)
+    is_constant = optim.weight_decay_incr_style == "constant"
+    start = optim.weight_decay if is_constant or optim.start_weight_decay is None else optim.start_weight_decay
+    end = optim.weight_decay if is_constant or optim.end_weight_decay is None else optim.end_weight_decay
+    return RateSchedule(
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        init_lr=optim.lr_warmup_init,
+        warmup_samples=samples.warm_up,
+        decay_samples=samples.decay,
+        decay_style=optim.lr_decay_style,
+        wsd_decay_samples=samples.wsd_decay,
+        wsd_decay_style=optim.lr_wsd_decay_style,
+        start_weight_decay=start,
+        end_weight_decay=end,
+        weight_decay_samples=samples.weight_decay,
+        weight_decay_style=optim.weight_decay_incr_style,
+    )
+
+
+def count_parameters(built: BuiltModel, ctx: ParallelContext) -> ParameterCounts:
+    """Parameters of the whole model, and of the fullest rank. Call on all ranks."""
+    parameters = list(built.model.parameters())
+    held = torch.tensor([sum(p.numel() for p in parameters)], device=ctx.device)
+    total = sum(prod(spec_of(p).global_shape) for p in parameters)
+    return ParameterCounts(total=total, per_rank=int(transport.max_over(held, ctx.world).item()))
+
+
+def named_layout(ctx: ParallelContext) -> dict[str, int]:
+    """The sizes of the axes, in the order of the log."""
+    sizes = layout_of(ctx)
+    return {name: sizes[name] for name in ("world", "tp", "pp", "ep", "esp", "dp", "edp")}
+
+
+def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> GPTDatasets:
+    data, training = config.data, config.training
+    needs_eod = data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    rules = GPTDataRules(
+        sequence_length=data.seq_length,
+        seed=training.seed,
+        vocab_size=vocab_size,
+        documents=DocumentRules(
+            eod=tokenizer.eod if needs_eod else None,
+            eod_mask_loss=data.eod_mask_loss,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+        ),
+        split_rounding="classic" if data.split_rounding == "classic" else "core",
+        data_cache_path=data.data_cache_path,
+    )
+    requests = split_requests(
+        config.global_batch_size,
+        training.eval_interval,
+        training.eval_iters,
+        training.train_iters,
+        training.train_samples,
+    )
+    if training.skip_train:
+        requests = (0, *requests[1:])
+    return build_gpt_datasets(data.data_path, requests, rules, data.split, mock_data=data.mock_data)
+
+
+def _flop_shape(config: RunConfig, vocabulary_rows: int) -> TransformerShape:
+    model, moe = config.model, config.moe
+    return TransformerShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.feed_forward_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        head_size=model.head_dim,
+        seq_length=config.data.seq_length,
+        vocabulary_rows=vocabulary_rows,
+        is_gated=model.activation == "swiglu",
+        num_moe_layers=sum(config.moe_layers),
+        moe_ffn_hidden_size=config.expert_size,
+        moe_topk=moe.moe_router_topk if moe else 0,
+    )

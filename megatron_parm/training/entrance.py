@@ -1,0 +1,103 @@
+"""How a worker process starts and ends: messages without tracebacks, documented exit codes. Floor 7."""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from megatron_parm.config.parser import parse_run_config
+from megatron_parm.config.run import RunConfig
+from megatron_parm.errors import MegatronParmError
+from megatron_parm.observe.console import ConsoleSink
+from megatron_parm.observe.json_lines import JsonLinesSink
+from megatron_parm.observe.log import Log
+from megatron_parm.observe.progress import is_terminal, write_above_bars
+from megatron_parm.observe.sinks import Recorder
+from megatron_parm.observe.tensorboard_sink import TensorBoardSink, TensorBoardTags
+from megatron_parm.parallel import failures, launch
+from megatron_parm.parallel.launch import LaunchEnvironment
+from megatron_parm.training.assemble import assemble, join_ranks
+from megatron_parm.training.resume import open_checkpoint
+from megatron_parm.training.trainer import Trainer
+
+EXIT_UNEXPECTED, EXIT_HANG, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 1, 22, 23, 130
+
+
+def guarded(work: Callable[[LaunchEnvironment], None]) -> int:
+    """Run `work` in this worker and return its exit code; what went wrong is said once for all ranks.
+
+    Broad on purpose: it is the last place that can name the rank and tell a cause from its echoes.
+    """
+    try:
+        environment = launch.read_environment()
+    except MegatronParmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        work(environment)
+    except MegatronParmError as error:
+        failures.report(f"error: {error}", environment)
+        return error.exit_code
+    except KeyboardInterrupt:
+        failures.report("interrupted", environment)
+        return EXIT_INTERRUPTED
+    except MemoryError:
+        failures.report(f"out of memory; lower --micro-batch-size\n{traceback.format_exc()}", environment)
+        return EXIT_OUT_OF_MEMORY
+    except Exception as error:
+        return _report_unexpected(error, environment)
+    return 0
+
+
+def _report_unexpected(error: Exception, environment: LaunchEnvironment) -> int:
+    if failures.is_echo(error):
+        reason = str(error).splitlines()[0]
+        failures.report(
+            f"error: lost contact with another rank, which died or hung ({reason}). Its own last lines name the cause; "
+            "a rank that only computes long needs a longer --distributed-timeout-minutes",
+            environment,
+            echo=True,
+        )
+        return EXIT_HANG if failures.is_timeout(error) else EXIT_UNEXPECTED
+    text = "".join(traceback.format_exception(error))
+    if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+        failures.report(f"{text}error: out of memory; lower --micro-batch-size or use more ranks", environment)
+        return EXIT_OUT_OF_MEMORY
+    failures.report(f"{text}error: {type(error).__name__}: {error}", environment)
+    return EXIT_UNEXPECTED
+
+
+def pretrain(argv: Sequence[str] | None = None) -> int:
+    """Parse the flags, train, and return the exit code of this worker."""
+
+    def work(environment: LaunchEnvironment) -> None:
+        config, notes = parse_run_config(argv)
+        log = Log(environment.rank, write=write_above_bars) if is_terminal(sys.stderr) else Log(environment.rank)
+        for note in notes:
+            log.warn(note)
+        config, ctx = join_ranks(config, environment, log)
+        checkpoint = open_checkpoint(config, ctx, log)
+        with _recorder(config, log) as recorder:
+            trainer = Trainer(assemble(config, ctx, log), recorder)
+            if checkpoint is not None:
+                trainer.resume(checkpoint)
+            trainer.train()
+        launch.shutdown(ctx)
+
+    return guarded(work)
+
+
+def _recorder(config: RunConfig, log: Log) -> Recorder:
+    """The sinks of the flags, on the speaking rank alone."""
+    recorder = Recorder(log.warn_once)
+    logging = config.logging
+    if not log.is_speaking:
+        return recorder
+    recorder.add("console", lambda: ConsoleSink(log.say, logging.log_interval, logging.log_throughput))
+    if logging.log_json is not None:
+        path = logging.log_json
+        recorder.add(f"the JSON log (--log-json {path})", lambda: JsonLinesSink(path))
+    if logging.tensorboard_dir is not None:
+        folder = logging.tensorboard_dir
+        tags = TensorBoardTags(validation_ppl=logging.log_validation_ppl_to_tensorboard)
+        recorder.add(f"TensorBoard (--tensorboard-dir {folder})", lambda: TensorBoardSink(folder, tags))
+    return recorder

@@ -1,0 +1,191 @@
+"""What a checkpoint of a run holds, and how a run goes on from one. Floor 7.
+
+Tensors: `model.<name>`, `optimizer.<state>.<name>`; per rank: the random streams. JSON state: progress, schedules, the
+optimizer's scalars, the MoE schedule with the layout it was chosen for, and the configuration.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_parm import __version__
+from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
+from megatron_parm.checkpoint.load import has_same_layout, load_rank_tensors, load_tensors, read_state
+from megatron_parm.checkpoint.save import SaveReport, save_checkpoint
+from megatron_parm.checkpoint.verify import VerifiedCheckpoint
+from megatron_parm.config.model import ModelConfig
+from megatron_parm.config.run import RunConfig, to_dict
+from megatron_parm.errors import CheckpointError, ConfigError
+from megatron_parm.models.build import BuiltModel
+from megatron_parm.observe.log import Log
+from megatron_parm.optim.schedule import RateSchedule, reconcile
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.sharding import ShardSpec, spec_of
+from megatron_parm.training.assemble import Assembly, named_layout
+from megatron_parm.training.progress_state import RunProgress
+
+OPTIMIZER, MODEL = "optimizer.", "model."
+NamedTensors = dict[str, tuple[Tensor, ShardSpec]]
+
+# settings that change what the saved tensors mean; the others may differ between a run and its resume
+FIXED_SETTINGS = (
+    *(name for name in ModelConfig.__dataclass_fields__ if "dropout" not in name and "init_method" not in name),
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "tokenizer_type",
+    "seq_length",
+)
+# those that also fix the order of the data, from which a run goes on
+DATA_ORDER_SETTINGS = ("seed", "split", "split_rounding", "dataloader_type", "mock_data")
+SPELLINGS = {name: "--" + name.replace("_", "-") for name in (*FIXED_SETTINGS, *DATA_ORDER_SETTINGS)}
+# a default that stands for "not given" may be spelled out by one of the two runs
+LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)
+
+
+def model_tensors(built: BuiltModel) -> NamedTensors:
+    """The weights by their checkpoint names."""
+    return {MODEL + name: (p.detach(), spec_of(p)) for name, p in built.model.named_parameters()}
+
+
+def optimizer_tensors(run: Assembly) -> NamedTensors:
+    """The optimizer's state by its checkpoint names."""
+    specs = {name: spec_of(p) for name, p in run.built.model.named_parameters()}
+    return {
+        f"{OPTIMIZER}{state}.{name}": (tensor.detach(), specs[name])
+        for state, tensors in run.optimizer.state_tensors().items()
+        for name, tensor in tensors.items()
+    }
+
+
+def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
+    """Save the run as it stands after `progress.iteration`. Call on all ranks."""
+    checkpoint = run.config.checkpoint
+    tensors = model_tensors(run.built)
+    state: dict[str, Any] = {
+        "version": __version__,
+        "config": to_dict(run.config),
+        "progress": progress.to_state(),
+        "schedule": run.schedule.to_state(),
+    }
+    if not checkpoint.no_save_optim:
+        tensors |= optimizer_tensors(run)
+        state["optimizer"] = run.optimizer.state_scalars()
+    if run.built.choice is not None:
+        state["moe_schedule"] = {"name": run.built.choice.schedule, "chosen_for": _chosen_for(run.config, run.ctx)}
+    random_states = {} if checkpoint.no_save_rng else run.random_states.state_dict()
+    return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
+
+
+def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> VerifiedCheckpoint | None:
+    """The checkpoint that `--load` means; None for a fresh start. Call on all ranks.
+
+    Raises ConfigError if there is none, unless `--load` equals `--save` and holds nothing yet.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.load is None:
+        return None
+    root = Path(checkpoint.load)
+    is_restart_line = checkpoint.save is not None and root.resolve() == Path(checkpoint.save).resolve()
+    if not has_checkpoint(root, ctx):
+        if is_restart_line and not checkpoint.exit_on_missing_checkpoint:
+            log.say(f" > no checkpoint in {root} yet: starting afresh")
+            return None
+        raise ConfigError(
+            f"--load {root}: there is no checkpoint in this folder; correct the path, leave --load out to start "
+            "afresh, or give the same folder to --save and --load for a run that resumes from its own checkpoints"
+        )
+    found = find_checkpoint(
+        root, ctx, ckpt_step=checkpoint.ckpt_step, resume=checkpoint.resume, verify=checkpoint.verify_checkpoint
+    )
+    for warning in found.warnings:
+        log.warn(warning)
+    return found
+
+
+def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bool) -> None:
+    """Raise CheckpointError naming each setting that must not differ from the checkpoint's, with both values."""
+    current = to_dict(config)
+    names = FIXED_SETTINGS + (DATA_ORDER_SETTINGS if data_order else ())
+    differing = [
+        f"  {SPELLINGS[name]}: {current.get(name)} here, {saved.get(name)} in the checkpoint"
+        for name in names
+        if name not in LAYOUT_DEPENDENT and current.get(name) != saved.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            "the checkpoint is of another model or run:\n"
+            + "\n".join(differing)
+            + "\nuse the checkpoint's values, or load another checkpoint"
+            + (" (--finetune allows another seed or data order)" if data_order else "")
+        )
+
+
+def load_run(run: Assembly, checkpoint: VerifiedCheckpoint) -> tuple[RunProgress, RateSchedule]:
+    """Fill the run from `checkpoint`; returns where it goes on and by which schedule. Call on all ranks."""
+    settings = run.config.checkpoint
+    state = read_state(checkpoint, run.ctx)
+    check_same_model(run.config, _section(state, "config"), data_order=not settings.finetune)
+    tensors = model_tensors(run.built)
+    takes_optimizer = settings.loads_optimizer
+    if takes_optimizer and "optimizer" not in state:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved without optimizer state (--no-save-optim); "
+            "go on with --no-load-optim, or --finetune"
+        )
+    if takes_optimizer:
+        tensors |= optimizer_tensors(run)
+    load_tensors(checkpoint, tensors, run.ctx, ignored_prefixes=() if takes_optimizer else (OPTIMIZER,))
+    if takes_optimizer:
+        run.optimizer.load_state_scalars(_section(state, "optimizer"))
+    else:
+        run.optimizer.masters.refresh()
+    if settings.loads_random_states:
+        _load_random_states(run, checkpoint)
+    _reuse_moe_schedule(run, state)
+    if settings.finetune:
+        return RunProgress(), run.schedule
+    return RunProgress.from_state(_section(state, "progress")), _schedule(run, state)
+
+
+def _schedule(run: Assembly, state: dict[str, Any]) -> RateSchedule:
+    optim = run.config.optim
+    return reconcile(
+        run.schedule,
+        _section(state, "schedule"),
+        override=optim.override_opt_param_scheduler or run.config.checkpoint.no_load_optim,
+        use_checkpoint=optim.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def _load_random_states(run: Assembly, checkpoint: VerifiedCheckpoint) -> None:
+    if not has_same_layout(checkpoint, run.ctx):
+        run.log.warn("the checkpoint is of another layout, so its random states fit no rank: dropout draws afresh")
+        return
+    names = tuple(run.random_states.state_dict())
+    run.random_states.load_state_dict(load_rank_tensors(checkpoint, names, run.ctx))
+
+
+def _reuse_moe_schedule(run: Assembly, state: dict[str, Any]) -> None:
+    """The schedule that auto chose before, on the same layout and shape, so that a resume is bitwise."""
+    saved = state.get("moe_schedule")
+    if run.config.moe is None or run.config.moe.moe_schedule != "auto" or not isinstance(saved, dict):
+        return
+    if saved.get("chosen_for") == _chosen_for(run.config, run.ctx):
+        run.built.use_schedule(str(saved.get("name")), "as in the checkpoint, for the same layout and shape")
+
+
+def _chosen_for(config: RunConfig, ctx: ParallelContext) -> dict[str, Any]:
+    settings = to_dict(config)
+    names = ("seq_length", "micro_batch_size", "moe_expert_capacity_factor", "moe_eval_capacity_factor", "precision")
+    return named_layout(ctx) | {name: settings[name] for name in names}
+
+
+def _section(state: dict[str, Any], name: str) -> dict[str, Any]:
+    section = state.get(name)
+    if not isinstance(section, dict):
+        raise CheckpointError(f"the checkpoint's state has no section {name!r}; it was not written by this program")
+    return section

@@ -1,0 +1,96 @@
+"""One training step: micro-batches forward and backward, reduction, clipping, update. Floor 7."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parm.data.batches import Batch
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.grads.reduce import reduce_gradients
+from megatron_parm.moe.losses import BackwardScale
+from megatron_parm.optim.clip import clip_gradients
+from megatron_parm.optim.precision import Optimizer
+from megatron_parm.parallel import transport
+from megatron_parm.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """lm_loss: over the global batch, the same on all ranks; grad_norm: before clipping; is_skipped: no update made."""
+
+    lm_loss: float
+    grad_norm: float
+    is_skipped: bool
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`; itself where it is there already."""
+    moved = {name: value.to(device, non_blocking=True) for name, value in batch.items() if isinstance(value, Tensor)}
+    return moved  # type: ignore[return-value]  # the keys are those of the batch
+
+
+def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum of the losses of the counted tokens, their number) of a micro-batch, both scalars."""
+    losses: Tensor = model(
+        batch["tokens"], batch["position_ids"], batch["labels"], batch.get("attention_mask")
+    )  # [b, s]
+    mask = batch["loss_mask"].to(losses.dtype)
+    return (losses * mask).sum(), mask.sum()
+
+
+class TrainStep:
+    """Runs steps on one model.
+
+    The loss of a step is the mean over micro-batches and data-parallel ranks of each micro-batch's mean; with
+    `per_token_loss` the mean over all counted tokens of the global batch. A micro-batch without a counted token adds
+    nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: GradientBuffers,
+        optimizer: Optimizer,
+        balance_scale: BackwardScale,
+        ctx: ParallelContext,
+        *,
+        max_norm: float,
+        per_token_loss: bool,
+    ) -> None:
+        self._model = model
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._balance_scale = balance_scale
+        self._ctx = ctx
+        self._max_norm = max_norm
+        self._per_token_loss = per_token_loss
+
+    def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
+        """One step over `num_micro_batches` of `batches`. Call on all ranks; nothing changes if it is skipped."""
+        self._buffers.zero()
+        micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
+        divisors = self._divisors(micro_batches)
+        self._balance_scale.value = 1.0 / num_micro_batches
+        total = torch.zeros((), dtype=torch.float64, device=self._ctx.device)
+        for batch, divisor in zip(micro_batches, divisors, strict=True):
+            loss_sum, _ = token_losses(self._model, batch)
+            loss = loss_sum / divisor
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        reduce_gradients(self._buffers, self._ctx)
+        lm_loss = transport.sum_over(total, self._ctx.dp).item() / self._ctx.dp.size
+        norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
+        is_finite = norm - norm == 0.0 and lm_loss - lm_loss == 0.0
+        if is_finite:
+            self._optimizer.step(lr, weight_decay)
+        return StepResult(lm_loss, norm, not is_finite)
+
+    def _divisors(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """What each micro-batch's loss sum is divided by, so that the quotients' mean over dp is the step's loss."""
+        counts = [batch["loss_mask"].double().sum() for batch in micro_batches]
+        if self._per_token_loss:
+            tokens = transport.sum_over(torch.stack(counts).sum(), self._ctx.dp)
+            return [tokens.clamp(min=1) / self._ctx.dp.size] * len(counts)
+        return [count.clamp(min=1) * len(counts) for count in counts]

@@ -1,0 +1,254 @@
+"""The training loop, readable from top to bottom. Floor 7."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_parm import __version__
+from megatron_parm.checkpoint.verify import VerifiedCheckpoint
+from megatron_parm.config.run import to_dict
+from megatron_parm.data.batches import Batch
+from megatron_parm.errors import NonFiniteError
+from megatron_parm.observe.flops import throughput
+from megatron_parm.observe.memory import peak_memory
+from megatron_parm.observe.progress import Progress
+from megatron_parm.observe.records import (
+    EndRecord,
+    MoEFigures,
+    SaveRecord,
+    ScheduleChoice,
+    StartRecord,
+    TrainRecord,
+    ValidRecord,
+)
+from megatron_parm.observe.sinks import Recorder
+from megatron_parm.observe.timers import StepClock, device_synchroniser
+from megatron_parm.optim.clip import count_zeros, parameter_norm
+from megatron_parm.parallel import transport
+from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
+from megatron_parm.training.evaluate import evaluate
+from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.resume import load_run, save_run
+from megatron_parm.training.signals import StopRequests
+from megatron_parm.training.step import StepResult, TrainStep
+
+PREEMPTED = "PREEMPTED"  # a marker in --save: the run was stopped, saved, and is not done
+
+
+class Trainer:
+    """Trains an assembled run to its end, or until it is asked to stop. Every method is called on all ranks."""
+
+    def __init__(self, run: Assembly, recorder: Recorder) -> None:
+        self.run = run
+        self.recorder = recorder
+        self.progress = RunProgress()
+        self._saved_at: int | None = None
+        self._started = time.monotonic()
+        self._clock = StepClock(device_synchroniser(run.ctx.device))
+        training = run.config.training
+        self._stop = StopRequests(
+            run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
+        )
+        self._step = TrainStep(
+            run.built.model,
+            run.buffers,
+            run.optimizer,
+            run.built.balance_scale,
+            run.ctx,
+            max_norm=run.config.optim.clip_grad,
+            per_token_loss=training.calculate_per_token_loss,
+        )
+
+    def resume(self, checkpoint: VerifiedCheckpoint) -> None:
+        """Go on from `checkpoint`, as --finetune and its kind say."""
+        self.progress, schedule = load_run(self.run, checkpoint)
+        self.run = replace(self.run, schedule=schedule)
+        if not self.run.config.checkpoint.finetune:
+            self._saved_at = self.progress.iteration
+        self.run.log.say(f" > loaded {checkpoint.path}, going on from iteration {self.progress.iteration}")
+
+    def train(self) -> None:
+        """Train, evaluate, save; ends with an evaluation of both held-out splits and a last checkpoint."""
+        config, progress = self.run.config, self.progress
+        last = config.train_iterations
+        self._record_start()
+        self._clear_preempted_marker()
+        reason = "done"
+        if config.training.skip_train:
+            reason = "--skip-train: evaluated only"
+        elif progress.iteration >= last:
+            reason = f"nothing left to do: iteration {progress.iteration} of {last} was reached before"
+        else:
+            with self._stop.watching(is_enabled=config.training.exit_signal_handler):
+                reason = self._loop(last) or reason
+        if reason in ("done", "--skip-train: evaluated only") or progress.iteration >= last:
+            self._evaluate_at_the_end()
+        self._record_end(reason)
+
+    def _loop(self, last: int) -> str | None:
+        """Steps until `last`; the reason if the run was asked to stop before."""
+        config, progress = self.run.config, self.progress
+        self._train_batches = self._open_train_batches()
+        self._valid_batches: Iterator[Batch] | None = None
+        self._clock.restart()
+        shown = self.run.log.is_speaking and config.logging.progress_bar != "off"
+        with Progress(last, progress.iteration, is_shown=shown) as bar:
+            while progress.iteration < last:
+                result = self._one_step()
+                bar.advance(loss=result.lm_loss)
+                with self._clock.paused():
+                    if progress.iteration % config.training.eval_interval == 0:
+                        self._evaluate_valid(f"iteration {progress.iteration}")
+                    if config.checkpoint.save_interval and progress.iteration % config.checkpoint.save_interval == 0:
+                        self._save()
+                    reason = self._stop.reason_at(progress.iteration)
+                if reason is not None and progress.iteration < last:
+                    self._stop_early()
+                    return reason
+        self._save()
+        return None
+
+    def _one_step(self) -> StepResult:
+        run, progress = self.run, self.progress
+        batch_size = run.plan.global_batch_size_at(progress.consumed_train_samples)
+        num_micro_batches = run.plan.num_micro_batches_at(progress.consumed_train_samples)
+        run.built.record.clear()
+        result = self._step.run(
+            self._train_batches,
+            num_micro_batches,
+            run.schedule.learning_rate(progress.scheduled_samples),
+            run.schedule.weight_decay(progress.scheduled_samples),
+        )
+        progress.iteration += 1
+        progress.consumed_train_samples += batch_size
+        if result.is_skipped:
+            if run.config.training.checks_for_nan:
+                raise NonFiniteError(
+                    f"iteration {progress.iteration}: the loss is {result.lm_loss} and the gradient norm "
+                    f"{result.grad_norm}; no update was made. Lower --lr, raise the warm-up or look at the data of "
+                    f"samples {progress.consumed_train_samples - batch_size} to {progress.consumed_train_samples - 1}; "
+                    "--no-check-for-nan-in-loss-and-grad skips such a step and goes on"
+                )
+            progress.skipped += 1
+        else:
+            progress.scheduled_samples += batch_size
+        self._record_step(result, batch_size)
+        return result
+
+    def _record_step(self, result: StepResult, batch_size: int) -> None:
+        run, config = self.run, self.run.config
+        losses = {"lm loss": result.lm_loss}
+        figures = None
+        if config.moe is not None:
+            summary = run.built.record.summarise(run.ctx, config.moe.moe_router_topk)
+            assert summary is not None, "an MoE layer ran"
+            losses |= {"load_balancing_loss": summary.load_balancing_loss, "z_loss": summary.z_loss}
+            figures = MoEFigures(summary.drop_rate, summary.max_load, summary.router_entropy)
+        time_ms = self._clock.lap_ms()
+        logging = config.logging
+        self.recorder.write(
+            TrainRecord(
+                iteration=self.progress.iteration,
+                train_iters=config.train_iterations,
+                consumed_samples=self.progress.consumed_train_samples,
+                global_batch_size=batch_size,
+                losses=losses,
+                learning_rate=run.schedule.learning_rate(self.progress.scheduled_samples),
+                loss_scale=1.0,
+                iteration_time_ms=time_ms,
+                throughput=throughput(run.flop_shape, batch_size, time_ms, run.ctx.world.size),
+                grad_norm=result.grad_norm,
+                num_zeros=count_zeros(run.buffers, run.ctx) if logging.log_num_zeros_in_grad else None,
+                params_norm=parameter_norm(run.optimizer.masters, run.ctx) if logging.log_params_norm else None,
+                skipped=int(result.is_skipped),
+                nan=int(result.is_skipped),
+                moe=figures,
+                memory=peak_memory(run.ctx.device),
+            )
+        )
+
+    def _open_train_batches(self) -> Iterator[Batch]:
+        train = self.run.datasets.train
+        assert train is not None
+        return self.run.batches(train, self.progress.consumed_train_samples)
+
+    def _evaluate_valid(self, place: str) -> None:
+        run, config = self.run, self.run.config
+        if run.datasets.valid is None or config.training.eval_iters == 0:
+            return
+        if self._valid_batches is None:
+            self._valid_batches = run.batches(run.datasets.valid, self.progress.consumed_valid_samples)
+        loss = evaluate(run.built.model, self._valid_batches, self._evaluation_batches, run.ctx)
+        self.progress.consumed_valid_samples += config.training.eval_iters * config.global_batch_size
+        self._record_evaluation({"lm loss": loss}, "valid", place)
+
+    @property
+    def _evaluation_batches(self) -> int:
+        """Micro-batches that each data-parallel rank reads for one evaluation."""
+        return self.run.config.training.eval_iters * self.run.plan.num_micro_batches_at(0)
+
+    def _evaluate_at_the_end(self) -> None:
+        run = self.run
+        self._valid_batches = None
+        self._evaluate_valid(f"iteration {self.progress.iteration} on validation set")
+        if run.datasets.test is not None and run.config.training.eval_iters > 0:
+            loss = evaluate(run.built.model, run.batches(run.datasets.test, 0), self._evaluation_batches, run.ctx)
+            self._record_evaluation({"lm loss": loss}, "test", f"iteration {self.progress.iteration} on test set")
+
+    def _record_evaluation(self, losses: dict[str, float], split: str, place: str) -> None:
+        progress = self.progress
+        self.recorder.write(
+            ValidRecord(
+                progress.iteration,
+                progress.consumed_train_samples,
+                losses,
+                "test" if split == "test" else "valid",
+                place,
+            )
+        )
+
+    def _save(self) -> None:
+        """Save, unless this iteration is saved already or nothing is to be saved."""
+        root = self.run.config.checkpoint.save
+        if root is None or self._saved_at == self.progress.iteration:
+            return
+        report = save_run(self.run, self.progress, Path(root))
+        self._saved_at = self.progress.iteration
+        for note in report.notes:
+            self.run.log.say(f" > {note}")
+        self.recorder.write(SaveRecord(self.progress.iteration, str(report.path), report.seconds, report.seconds))
+
+    def _stop_early(self) -> None:
+        self._save()
+        root = self.run.config.checkpoint.save
+        if root is None:
+            self.run.log.warn("stopping before the end without a checkpoint: --save was not given")
+        elif self.run.ctx.rank == 0:
+            (Path(root) / PREEMPTED).write_text(f"{self.progress.iteration}\n")
+
+    def _clear_preempted_marker(self) -> None:
+        root = self.run.config.checkpoint.save
+        if root is not None and self.run.ctx.rank == 0:
+            (Path(root) / PREEMPTED).unlink(missing_ok=True)
+
+    def _record_start(self) -> None:
+        run, choice = self.run, self.run.built.choice
+        self.recorder.write(
+            StartRecord(
+                version=__version__,
+                iteration=self.progress.iteration,
+                config=to_dict(run.config),
+                layout=named_layout(run.ctx),
+                parameters=count_parameters(run.built, run.ctx),
+                moe_schedule=None
+                if choice is None
+                else ScheduleChoice(choice.schedule, choice.chunks, choice.reason, choice.predicted_ms),
+            )
+        )
+
+    def _record_end(self, reason: str) -> None:
+        transport.barrier(self.run.ctx.world)
+        progress = self.progress
+        seconds = time.monotonic() - self._started
+        self.recorder.write(EndRecord(progress.iteration, progress.consumed_train_samples, reason, 0, seconds))
