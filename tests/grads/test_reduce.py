@@ -137,6 +137,41 @@ def test_another_divisor(pools: Pools) -> None:
     assert pools[4].run(_by_tokens) == [0.4] * 4
 
 
+def _accumulated(ctx: ParallelContext, micro_batch: int, per_token: bool) -> Tensor:
+    """The gradient of a global batch of 8 sequences, from micro-batches on every dp rank."""
+    weight = make_parameter((HIDDEN, HIDDEN), dtype=torch.float64, device=ctx.device)
+    weight.data.copy_(_full_weights()["dense"])
+    buffers = GradientBuffers({"weight": weight}, ctx)
+    sequences, mask = _sequences(per_token)
+    count = 8 // (micro_batch * ctx.dp.size)
+    for step in range(count):
+        first = (step * ctx.dp.size + ctx.dp.rank) * micro_batch
+        taken = slice(first, first + micro_batch)
+        losses = (sequences[taken] @ weight).tanh().sum(-1) * mask[taken]
+        (losses.sum() if per_token else losses.sum() / mask[taken].sum() / count).backward()
+    reduce_gradients(buffers, ctx, divisor=mask.sum().item() if per_token else None)
+    return buffers.gradient_of("weight")
+
+
+def _sequences(masked: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    sequences = torch.randn(8, 6, HIDDEN, generator=generator, dtype=torch.float64)
+    kept = torch.rand(8, 6, generator=generator) > 0.5
+    return sequences, kept.double() if masked else torch.ones(8, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("dp", "micro_batch"), [(1, 8), (1, 1), (2, 4), (2, 1), (4, 2), (4, 1)])
+def test_accumulation_equals_one_big_batch(pools: Pools, dp: int, micro_batch: int, per_token: bool) -> None:
+    """Reference: autograd over the whole batch at once; with an uneven mask for the rule per token."""
+    weight = _full_weights()["dense"].requires_grad_()
+    sequences, mask = _sequences(per_token)
+    loss = ((sequences @ weight).tanh().sum(-1) * mask).sum() / mask.sum()
+    (expected,) = torch.autograd.grad(loss, [weight])
+    for found in pools.run(Layout(dp), _accumulated, micro_batch, per_token):
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("bucket_elements", [1, 16, 20, 100, 10_000])
 def test_buckets_partition_the_buffer_at_slots(bucket_elements: int) -> None:
     ctx = ParallelContext.single()
