@@ -4,10 +4,10 @@ import pytest
 
 from megatron_parm.config.fields import flags_of
 from megatron_parm.config.megatron_flags import MEGATRON_FLAGS, Ignored, Refused, Sets, Spelling
-from megatron_parm.config.parser import parse_run_config
+from megatron_parm.config.parser import Given, build_parser, parse_run_config
 from megatron_parm.config.run import SECTIONS
 from megatron_parm.errors import ConfigError
-from tests.config.commands import TINY, config_of, notes_of
+from tests.config.commands import TINY, config_of
 
 MODEL = """num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups
 max-position-embeddings position-embedding-type use-rotary-position-embeddings rotary-base rotary-percent
@@ -92,6 +92,7 @@ EVERY_NAME = " ".join(
 
 FIELDS = {flag.spelling: flag for section in SECTIONS.values() for flag in flags_of(section)}
 BY_FIELD = {flag.field: flag for flag in FIELDS.values()}
+PARSER = build_parser(SECTIONS.values(), knows_megatron=True)
 IGNORED = {name: entry for name, entry in MEGATRON_FLAGS.items() if isinstance(entry, Ignored)}
 REFUSED = {name: entry for name, entry in MEGATRON_FLAGS.items() if isinstance(entry, Refused)}
 
@@ -116,19 +117,20 @@ def test_other_spellings_lead_to_fields_and_values_that_exist() -> None:
 @pytest.mark.parametrize("name", IGNORED)
 def test_an_ignored_flag_is_noted_once_and_changes_nothing(name: str) -> None:
     value = {"none": "", "one": "1", "any": "1 2"}[IGNORED[name].values]
-    assert notes_of(f"{name} {value} {name} {value}") == [f"{name} is accepted and ignored: {IGNORED[name].instead}"]
-    assert config_of(f"{name} {value}") == config_of()
+    given, _ = PARSER.read(f"{name} {value} {name} {value}".split())
+    assert given.notes == [f"{name} is accepted and ignored: {IGNORED[name].instead}"]
+    assert given.values == {}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_flag_gives_its_reason_and_what_to_do(name: str) -> None:
     for value in ("", "7"):
         with pytest.raises(ConfigError) as error:
-            config_of(f"{name} {value}")
+            PARSER.read([name, value] if value else [name])
         assert str(error.value).startswith(name)
         assert REFUSED[name].reason in str(error.value)
-    if REFUSED[name].harmless:
-        assert config_of(f"{name} {REFUSED[name].harmless[0]}") == config_of()
+    for value in REFUSED[name].harmless:
+        assert PARSER.read([name, value])[0] == Given()
 
 
 @pytest.mark.parametrize(
