@@ -192,7 +192,7 @@ def test_flags_win_over_the_file_even_by_another_name(tmp_path: Path) -> None:
         ("? [a]\n: 1", "line 1: a key must be a flag's name"),
         ("seed: !!python/object/apply:os.system ['true']", "--seed true: expected a whole number"),
         ("<<: {seed: 1}", "line 1: unknown key <<"),
-        ("[" * 3000, "nested too deeply"),
+        ("[" * 1200, "nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
