@@ -97,7 +97,7 @@ def _read_entry(entry: Path, facts_text: str) -> Arrays | None:
             if array.dtype.str != dtype or list(array.shape) != shape:
                 return None
             arrays[name] = array
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return arrays
 
