@@ -85,12 +85,12 @@ def make_sample(ids: NDArray[np.int64], rules: DocumentRules) -> Sample:
     is_end = tokens == rules.eod if rules.eod is not None else np.zeros(length, dtype=bool)
     if rules.eod_mask_loss:
         loss_mask[is_end] = 0.0
-    part = np.concatenate([[0], np.cumsum(is_end)[:-1]])  # number of the document within the sample, per token
+    document = np.cumsum(is_end) - is_end  # number of each token's document within the sample
     if rules.reset_position_ids:
         starts = np.concatenate([[0], np.flatnonzero(is_end) + 1])
-        position_ids -= starts[part]
+        position_ids -= starts[document]
     sample = Sample(tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
     if rules.reset_attention_mask:
         is_later = np.triu(np.ones((length, length), dtype=bool), k=1)
-        sample["attention_mask"] = (is_later | (part[:, None] != part[None, :]))[None]
+        sample["attention_mask"] = (is_later | (document[:, None] != document[None, :]))[None]
     return sample

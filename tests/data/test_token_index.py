@@ -51,6 +51,12 @@ def test_known_answers(samples, epochs, separate, document, sample, shuffle) -> 
     assert index.shuffle.tolist() == shuffle and index.shuffle.dtype == np.uint32
 
 
+@pytest.mark.parametrize(("samples", "separate"), [(10, False), (11, True), (17, True), (18, False), (20, False)])
+def test_the_last_epoch_is_separate_below_four_fifths(samples, separate) -> None:
+    plan = plan_epochs(101, 10, samples, "x")  # 10 samples an epoch; 0.80 of them are 8
+    assert plan.is_last_epoch_separate is separate
+
+
 def walk(lengths, document, sequence_length, total):
     """The rows by walking through the documents: seq + 1 tokens on, one token back; never on to the next document."""
     rows, position, offset = [[0, 0]], 0, 0

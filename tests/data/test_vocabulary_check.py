@@ -35,6 +35,14 @@ def test_the_file_is_read_once_for_all_vocabularies(tmp_path, monkeypatch) -> No
         check_token_ids(IndexedDataset(prefix), 3, cache)
 
 
+def test_a_file_written_anew_is_read_anew(tmp_path) -> None:  # FC-08
+    cache = IndexCache(tmp_path / "cache")
+    check_token_ids(IndexedDataset(write_documents(tmp_path / "x", [[1, 2], [3]])), 4, cache)
+    same_sizes = IndexedDataset(write_documents(tmp_path / "x", [[1, 9], [3]]))
+    with pytest.raises(DataError, match="token id 9"):
+        check_token_ids(same_sizes, 4, cache)
+
+
 def test_chunks_are_joined(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("megatron_parm.data.indexed_dataset._CHUNK", 3)
     dataset = IndexedDataset(write_documents(tmp_path / "x", [[1, 2, 3, 4], [5, 6, 40, 1]]))
