@@ -311,10 +311,6 @@ def check_data(data: DataConfig) -> None:
             else "--data-path PREFIX is required: the corpus, a .bin and .idx pair made by tools/preprocess_data.py; "
             "or use --mock-data"
         )
-    if len(data.data_path) > 1:
-        raise ConfigError(
-            f"--data-path {' '.join(data.data_path)}: blending several corpora is not in this release; give one prefix"
-        )
     needed = {
         "GPT2BPETokenizer": ("vocab_file", "merge_file"),
         "SentencePieceTokenizer": ("tokenizer_model",),

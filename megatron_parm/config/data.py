@@ -33,7 +33,9 @@ class DataConfig:
     """What is read, how it is cut into samples, and the vocabulary it is written in."""
 
     seq_length: int = flag(help="length of a sample", unit="tokens", at_least=1)
-    data_path: tuple[str, ...] = flag((), help="corpus: path prefix of a .bin and .idx pair")
+    data_path: tuple[str, ...] = flag(
+        (), help="corpus: path prefix of a .bin and .idx pair; several, or weights and prefixes in turn, are blended"
+    )
     split: str = flag("969, 30, 1", help="parts for training, validation and test")
     split_rounding: SplitRounding = flag(
         "mcore", help="where the parts end; classic: as Megatron of 2021, to resume old runs"

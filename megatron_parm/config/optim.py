@@ -9,7 +9,7 @@ from megatron_parm.config.fields import flag
 
 Optimizer = Literal["adam", "sgd"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-WsdDecayStyle = Literal["exponential", "linear", "cosine"]
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 _NO_SUCH_OPTIMIZER = "not in this release; use adam or sgd"

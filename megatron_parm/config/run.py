@@ -83,30 +83,6 @@ class RunConfig:
         return self.training.train_iters or 0
 
 
-@dataclass(frozen=True)
-class ScheduleSamples:
-    """Lengths of the learning-rate and weight-decay schedules, in samples as Megatron counts them."""
-
-    decay: int
-    warm_up: float  # a fraction of the decay need not be a whole number
-    wsd_decay: int
-    weight_decay: int
-
-
-def schedule_samples(config: RunConfig) -> ScheduleSamples:
-    """The schedules' lengths of a resolved config."""
-    optim, training, batch = config.optim, config.training, config.global_batch_size
-    if training.train_samples is not None:
-        whole = training.train_samples
-        decay, wsd, warm_up = optim.lr_decay_samples or whole, optim.lr_wsd_decay_samples or 0, optim.lr_warmup_samples
-    else:
-        whole = (training.train_iters or 0) * batch
-        decay, wsd = (optim.lr_decay_iters or 0) * batch or whole, (optim.lr_wsd_decay_iters or 0) * batch
-        warm_up = optim.lr_warmup_iters * batch
-    fraction = optim.lr_warmup_fraction
-    return ScheduleSamples(decay, warm_up if fraction is None else fraction * decay, wsd, whole)
-
-
 def check_run(config: RunConfig, world: int) -> None:
     """Check a run that is to start on `world` ranks, before any of it exists. Raises ConfigError or LayoutError."""
     for section in _sections(config):

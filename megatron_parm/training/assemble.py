@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from megatron_parm.checkpoint.save import layout_of
-from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve, schedule_samples
+from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve
 from megatron_parm.data.batches import Batch, micro_batches
 from megatron_parm.data.build import GPTDataRules, GPTDatasets, build_gpt_datasets, split_requests
 from megatron_parm.data.gpt_dataset import DocumentRules, SampleSource
@@ -20,7 +20,7 @@ from megatron_parm.observe.log import Log
 from megatron_parm.observe.records import ParameterCounts
 from megatron_parm.optim.build import build_optimizer
 from megatron_parm.optim.precision import Optimizer
-from megatron_parm.optim.schedule import RateSchedule
+from megatron_parm.optim.schedule import RateSchedule, plan_schedule
 from megatron_parm.parallel import launch, transport
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.parallel.context import ParallelContext
@@ -102,17 +102,24 @@ def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
     return tokenizer, tokenizer.vocab_size + data.vocab_extra_ids
 
 
-def make_model(config: RunConfig, vocab_size: int, ctx: ParallelContext) -> tuple[BuiltModel, RandomStates, int]:
-    """The model with initial weights, its random streams, and the padded vocabulary."""
+def make_model(
+    config: RunConfig, vocab_size: int, ctx: ParallelContext, saved_rows: int | None = None
+) -> tuple[BuiltModel, RandomStates, int]:
+    """The model with initial weights, its random streams, and the padded vocabulary.
+
+    saved_rows: the padded vocabulary of a checkpoint that will be loaded; kept if it can be cut over tp.
+    """
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, ctx.tp.size)
+    if saved_rows is not None and saved_rows >= vocab_size and saved_rows % ctx.tp.size == 0:
+        padded = saved_rows
     random_states = RandomStates(config.training.seed, ctx)
     return build_gpt(config, vocab_size, padded, ctx, random_states.replicated), random_states, padded
 
 
-def assemble(config: RunConfig, ctx: ParallelContext, log: Log) -> Assembly:
-    """Everything of a run but its checkpoint. `config` is resolved. Call on all ranks."""
+def assemble(config: RunConfig, ctx: ParallelContext, log: Log, saved_rows: int | None = None) -> Assembly:
+    """Everything of a run but what its checkpoint holds; see `make_model`. `config` is resolved. Call on all ranks."""
     tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
     training = config.training
     plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size)
@@ -120,7 +127,7 @@ def assemble(config: RunConfig, ctx: ParallelContext, log: Log) -> Assembly:
     datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
-    built, random_states, padded = make_model(config, vocab_size, ctx)
+    built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows)
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
     optim = config.optim
     optimizer = build_optimizer(
@@ -149,23 +156,27 @@ def assemble(config: RunConfig, ctx: ParallelContext, log: Log) -> Assembly:
 
 def make_schedule(config: RunConfig) -> RateSchedule:
     """The learning-rate and weight-decay schedules of a resolved config."""
-    optim, samples = config.optim, schedule_samples(config)
-    is_constant = optim.weight_decay_incr_style == "constant"
-    start = optim.weight_decay if is_constant or optim.start_weight_decay is None else optim.start_weight_decay
-    end = optim.weight_decay if is_constant or optim.end_weight_decay is None else optim.end_weight_decay
-    return RateSchedule(
-        max_lr=optim.lr,
+    optim, training = config.optim, config.training
+    return plan_schedule(
+        lr=optim.lr,
+        global_batch_size=config.global_batch_size,
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
         min_lr=optim.min_lr,
-        init_lr=optim.lr_warmup_init,
-        warmup_samples=samples.warm_up,
-        decay_samples=samples.decay,
-        decay_style=optim.lr_decay_style,
-        wsd_decay_samples=samples.wsd_decay,
-        wsd_decay_style=optim.lr_wsd_decay_style,
-        start_weight_decay=start,
-        end_weight_decay=end,
-        weight_decay_samples=samples.weight_decay,
-        weight_decay_style=optim.weight_decay_incr_style,
+        lr_decay_style=optim.lr_decay_style,
+        lr_decay_iters=optim.lr_decay_iters,
+        lr_decay_samples=optim.lr_decay_samples,
+        lr_warmup_fraction=optim.lr_warmup_fraction,
+        lr_warmup_iters=optim.lr_warmup_iters,
+        lr_warmup_samples=optim.lr_warmup_samples,
+        lr_warmup_init=optim.lr_warmup_init,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
+        lr_wsd_decay_iters=optim.lr_wsd_decay_iters,
+        lr_wsd_decay_samples=optim.lr_wsd_decay_samples,
+        weight_decay=optim.weight_decay,
+        start_weight_decay=optim.start_weight_decay,
+        end_weight_decay=optim.end_weight_decay,
+        weight_decay_incr_style=optim.weight_decay_incr_style,
     )
 
 

@@ -16,7 +16,7 @@ from megatron_parm.observe.tensorboard_sink import TensorBoardSink, TensorBoardT
 from megatron_parm.parallel import failures, launch
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.assemble import assemble, join_ranks
-from megatron_parm.training.resume import open_checkpoint
+from megatron_parm.training.resume import open_checkpoint, vocabulary_rows
 from megatron_parm.training.trainer import Trainer
 
 EXIT_UNEXPECTED, EXIT_HANG, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 1, 22, 23, 130
@@ -77,7 +77,7 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
         config, ctx = join_ranks(config, environment, log)
         checkpoint = open_checkpoint(config, ctx, log)
         with _recorder(config, log) as recorder:
-            trainer = Trainer(assemble(config, ctx, log), recorder)
+            trainer = Trainer(assemble(config, ctx, log, vocabulary_rows(checkpoint)), recorder)
             if checkpoint is not None:
                 trainer.resume(checkpoint)
             trainer.train()

@@ -106,6 +106,12 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> Verifi
     return found
 
 
+def vocabulary_rows(checkpoint: VerifiedCheckpoint | None) -> int | None:
+    """The padded vocabulary of a checkpoint; None without one."""
+    entry = None if checkpoint is None else checkpoint.manifest.tensors.get(MODEL + "embedding.word_embeddings.weight")
+    return entry.shape[0] if entry is not None else None
+
+
 def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bool) -> None:
     """Raise CheckpointError naming each setting that must not differ from the checkpoint's, with both values."""
     current = to_dict(config)
@@ -148,7 +154,10 @@ def load_run(run: Assembly, checkpoint: VerifiedCheckpoint) -> tuple[RunProgress
     _reuse_moe_schedule(run, state)
     if settings.finetune:
         return RunProgress(), run.schedule
-    return RunProgress.from_state(_section(state, "progress")), _schedule(run, state)
+    progress = RunProgress.from_state(_section(state, "progress"))
+    if progress.iteration >= run.config.train_iterations:  # nothing left to do: no rate is needed any more
+        return progress, run.schedule
+    return progress, _schedule(run, state)
 
 
 def _schedule(run: Assembly, state: dict[str, Any]) -> RateSchedule:

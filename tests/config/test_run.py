@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_parm.config.fields import Flag, flags_of
 from megatron_parm.config.parser import parse_run_config
-from megatron_parm.config.run import SECTIONS, RunConfig, fingerprint, from_dict, resolve, schedule_samples, to_dict
+from megatron_parm.config.run import SECTIONS, RunConfig, fingerprint, from_dict, resolve, to_dict
 from megatron_parm.errors import ConfigError
 from tests.config.commands import config_of
 
@@ -122,27 +122,6 @@ def test_the_length_of_a_run_in_iterations() -> None:
     assert resolve(config_of(), 1).train_iterations == 4
     in_samples = dataclasses.replace(config_of().training, train_iters=None, train_samples=17, global_batch_size=4)
     assert dataclasses.replace(config_of(), training=in_samples).train_iterations == 4
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", (16, 0, 0, 16)),
-        ("--lr-decay-iters 3 --lr-warmup-iters 1", (12, 4, 0, 16)),
-        ("--lr-decay-iters 3 --lr-warmup-fraction 0.1", (12, 1.2000000000000002, 0, 16)),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 2", (16, 0, 8, 16)),
-    ],
-)
-def test_schedules_are_counted_in_samples(flags: str, expected: tuple[float, ...]) -> None:
-    found = schedule_samples(config_of(f"--global-batch-size 4 {flags}"))
-    assert dataclasses.astuple(found) == expected
-
-
-def test_schedules_given_in_samples() -> None:
-    config = config_of("--global-batch-size 4 --lr-decay-samples 30 --lr-warmup-samples 5")
-    in_samples = dataclasses.replace(config.training, train_iters=None, train_samples=40)
-    found = schedule_samples(dataclasses.replace(config, training=in_samples))
-    assert dataclasses.astuple(found) == (30, 5, 0, 40)
 
 
 def test_the_router_is_never_coarser_than_an_fp64_model() -> None:
