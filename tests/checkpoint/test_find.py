@@ -97,6 +97,16 @@ def test_damage_stops_strict_and_auto_falls_back_one_step(root: Path) -> None:
     assert found.warnings[-1] == f"resuming from {found.path} instead"
 
 
+def test_auto_prefers_the_next_older_to_a_newer_one(root: Path) -> None:
+    """A user who went back to 10 does not want 15, but any whole one is better than none."""
+    example.save(CTX, root, 15, 15)
+    (root / paths.TRACKER).write_text("10")
+    _damage(root, 10)
+    assert find_checkpoint(root, CTX, resume="auto").path.name == "iter_0000005"
+    _damage(root, 5)
+    assert find_checkpoint(root, CTX, resume="auto").path.name == "iter_0000015"
+
+
 def test_auto_with_nothing_whole_lists_every_problem(root: Path) -> None:
     for iteration in (5, 10):
         _damage(root, iteration)
