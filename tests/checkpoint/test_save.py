@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_parm.checkpoint import paths, save, storage
 from megatron_parm.checkpoint.agreement import CheckpointStorageError
@@ -307,8 +308,6 @@ def test_one_memory_under_two_names_and_strided_tensors(tmp_path: Path) -> None:
 
 def test_shards_are_plain_safetensors(tmp_path: Path) -> None:
     """Reference: the safetensors library reads them without torch DCP."""
-    from safetensors.torch import load_file
-
     path = example.save(CTX, tmp_path, 1, OLD).path
     loaded = load_file(path / paths.shard_name(0))
     for name, value in example.global_values(OLD).items():
