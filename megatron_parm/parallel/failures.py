@@ -34,6 +34,7 @@ def report(text: str, environment: LaunchEnvironment, *, echo: bool = False) -> 
 
     Call on each failing rank just before it exits; waits `PATIENCE_SECONDS` at most for the others.
     """
+    text = text.encode(errors="backslashreplace").decode()  # a file name may hold bytes that are no text
     store = _failure_store(environment)
     if store is None:
         print(text, file=sys.stderr, flush=True)

@@ -7,9 +7,13 @@ differing flags instead of hanging in a collective. One process without torchrun
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +23,12 @@ from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.grid import AXES, RankGrid
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher told this process. `world` 1 and no address for a process started without a launcher."""
+    """What the launcher told this process; rank 0 of a world of 1 for a process started without a launcher."""
 
     rank: int
     world: int
@@ -34,57 +40,86 @@ class LaunchEnvironment:
 
 
 def read_environment() -> LaunchEnvironment:
-    """Read torchrun's variables. Raises ConfigError for a variable that is missing or not a number."""
-
-    def number(name: str, default: str) -> int:
-        text = os.environ.get(name, default)
-        try:
-            return int(text)
-        except ValueError:
-            raise ConfigError(
-                f"environment variable {name} is {text!r}; the launcher must set it to a number"
-            ) from None
-
+    """Read torchrun's variables. Raises ConfigError for a variable that is missing, no number or out of range."""
     given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    if "WORLD_SIZE" in given and number("WORLD_SIZE", "1") > 1 and len(given) < 4:
+    world = _number("WORLD_SIZE", default=1, least=1)
+    if (world > 1 and len(given) < 4) or ("RANK" in given and "WORLD_SIZE" not in given):
         raise ConfigError(
             f"of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only {', '.join(given)} are set; start the script with "
             "torchrun, or set all four, or none for one process"
         )
     return LaunchEnvironment(
-        rank=number("RANK", "0"),
-        world=number("WORLD_SIZE", "1"),
-        local_rank=number("LOCAL_RANK", "0"),
-        local_world=number("LOCAL_WORLD_SIZE", "1"),
+        rank=_number("RANK", default=0, most=world - 1),
+        world=world,
+        local_rank=_number("LOCAL_RANK", default=0),
+        local_world=_number("LOCAL_WORLD_SIZE", default=1, least=1),
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=number("MASTER_PORT", "29500"),
-        attempt=number("TORCHELASTIC_RESTART_COUNT", "0"),
+        port=_number("MASTER_PORT", default=29500, least=1, most=65535),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
+def _number(name: str, *, default: int, least: int = 0, most: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    rule = f"a number of at least {least}" if most is None else f"a number from {least} to {most}"
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        raise ConfigError(f"environment variable {name} is {text!r}; the launcher must set it to {rule}")
+    return value
+
+
 def open_store(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store | None:
-    """The key-value store that all ranks share, or None for one process. Raises LayoutError if it cannot be reached."""
+    """The key-value store that all ranks share, or None for one process. Raises LayoutError if it cannot be reached.
+
+    Rank 0 serves it, unless torchrun does; it may open it a second time.
+    """
     if environment.world == 1:
         return None
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = f"{environment.address}:{environment.port}"
-    try:
-        store = dist.TCPStore(
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
             environment.address,
             environment.port,
             environment.world,
             is_master=environment.rank == 0 and not hosted_by_torchrun,
             timeout=timeout,
             wait_for_workers=False,
+            multi_tenant=True,
         )
-    except (RuntimeError, ValueError) as error:
+
+    try:
+        store = _within(timeout, connect)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else "no answer"
         raise LayoutError(
-            f"rank {environment.rank} could not reach the rendezvous at {place} within "
-            f"{timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. "
+            f"rank {environment.rank} could not reach the rendezvous at {place} (it waits "
+            f"{timeout.total_seconds():.0f} s at most): {reason}. "
             "If the port is taken by another program, start torchrun with --standalone or another --master-port; "
             "if the host is wrong, set MASTER_ADDR (torchrun --master-addr)"
         ) from None
     return dist.PrefixStore(f"megatron_parm/{environment.attempt}", store)
+
+
+def _within(timeout: timedelta, action: Callable[[], T]) -> T:
+    """The result of `action`, or TimeoutError; it is then left to a thread that ends with the process.
+
+    For TCPStore's own timeout does not count once something has answered: against a foreign program it waits for ever.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(timeout.total_seconds())
 
 
 def check_fingerprint(values: Mapping[str, str], environment: LaunchEnvironment, store: dist.Store | None) -> None:
@@ -95,12 +130,14 @@ def check_fingerprint(values: Mapping[str, str], environment: LaunchEnvironment,
     """
     if store is None:
         return
-    store.set(f"fingerprint/{environment.rank}", json.dumps(dict(values)))
-    if environment.rank == 0:
-        store.set("verdict", _compare_fingerprints(environment.world, store))
     try:
+        store.set(f"fingerprint/{environment.rank}", json.dumps(dict(values)))
+        if environment.rank == 0:
+            store.set("verdict", _compare_fingerprints(environment.world, store))
+        with suppress(dist.DistStoreError):
+            store.wait(["verdict"])  # one timeout more, for rank 0 may wait that long and then names who is late
         verdict = store.get("verdict").decode()
-    except dist.DistStoreError:
+    except dist.DistError:
         verdict = "rank 0 did not come to the start of the run in time; see its own message"
     if verdict != "agreed":
         raise LayoutError(verdict)
@@ -111,7 +148,7 @@ def _compare_fingerprints(world: int, store: dist.Store) -> str:
     for rank in range(world):
         try:
             everyone.append(json.loads(store.get(f"fingerprint/{rank}")))
-        except dist.DistStoreError:
+        except dist.DistError:
             return f"rank {rank} did not come to the start of the run in time; see its own message"
     differing = []
     for flag in sorted({flag for values in everyone for flag in values}):

@@ -119,12 +119,18 @@ def gather_text(text: str, axis: Axis) -> list[str]:
     padded = encoded.new_zeros(max(lengths))
     padded[: encoded.numel()] = encoded
     rows = gather_stack(padded, axis).cpu()
-    return [bytes(row[: length - 1].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+    return [row[: length - 1].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def broadcast_text(text: str, axis: Axis, source: int = 0) -> str:
     """The text of the rank at place `source` of the axis; the others' argument is ignored."""
-    return gather_text(text if axis.rank == source else "", axis)[source]
+    if axis.size == 1:
+        return text
+    device = _wire_device(axis)
+    encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).to(device)
+    length = int(broadcast_(torch.tensor([encoded.numel()], device=device), axis, source).item())
+    received = broadcast_(encoded if axis.rank == source else encoded.new_empty(length), axis, source)
+    return bytes(received.cpu().tolist()[:-1]).decode()
 
 
 def barrier(axis: Axis) -> None:
