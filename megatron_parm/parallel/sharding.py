@@ -77,8 +77,10 @@ def make_parameter(
 ) -> nn.Parameter:
     """An uninitialised parameter that holds this rank's box of `global_shape`, with its `ShardSpec` attached.
 
-    Raises ValueError if a dim is not divisible by its axis; entrances have checked that before.
+    Raises ValueError if a dim is not divisible by its axis, which entrances have checked before, or is cut twice.
     """
+    if len({cut.dim for cut in cuts}) < len(cuts):
+        raise ValueError(f"a dim of {global_shape} is cut over two axes; a box has one cut a dim")
     for cut in cuts:
         if global_shape[cut.dim] % cut.axis.size:
             raise ValueError(f"dim {cut.dim} of {global_shape} is not divisible by {cut.axis.name} = {cut.axis.size}")

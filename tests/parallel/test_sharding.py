@@ -106,3 +106,9 @@ def test_dense_parameters_are_counted_whatever_the_expert_axes() -> None:
     for place in product(range(2), range(4)):
         ctx = contexts[place[0] * 4 + place[1]]
         assert _spec(ctx, (8, 8), {0: "ep"}, "expert").is_counted_here(ctx) == (place[0] == 0)
+
+
+def test_a_dim_is_cut_once() -> None:
+    axes = [Axis(name, 2, 0, (0, 1), None) for name in ("tp", "ep")]
+    with pytest.raises(ValueError, match="cut over two axes"):
+        make_parameter((8, 4), Cut(0, axes[0]), Cut(0, axes[1]), dtype=torch.float32, device=torch.device("cpu"))
