@@ -26,6 +26,7 @@ from megatron_parm.training.assemble import Assembly, named_layout
 from megatron_parm.training.progress_state import RunProgress
 
 OPTIMIZER, MODEL = "optimizer.", "model."
+REUSED = "as in the checkpoint: "
 NamedTensors = dict[str, tuple[Tensor, ShardSpec]]
 
 # settings that change what the saved tensors mean; the others may differ between a run and its resume
@@ -75,7 +76,9 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
         tensors |= optimizer_tensors(run)
         state["optimizer"] = run.optimizer.state_scalars()
     if run.built.choice is not None:
-        state["moe_schedule"] = {"name": run.built.choice.schedule, "chosen_for": _chosen_for(run.config, run.ctx)}
+        choice = run.built.choice
+        chosen_for = _chosen_for(run.config, run.ctx)
+        state["moe_schedule"] = {"name": choice.schedule, "reason": choice.reason, "chosen_for": chosen_for}
     random_states = {} if checkpoint.no_save_rng else run.random_states.state_dict()
     return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
 
@@ -184,7 +187,8 @@ def _reuse_moe_schedule(run: Assembly, state: dict[str, Any]) -> None:
     if run.config.moe is None or run.config.moe.moe_schedule != "auto" or not isinstance(saved, dict):
         return
     if saved.get("chosen_for") == _chosen_for(run.config, run.ctx):
-        run.built.use_schedule(str(saved.get("name")), "as in the checkpoint, for the same layout and shape")
+        reason = str(saved.get("reason")).removeprefix(REUSED)
+        run.built.use_schedule(str(saved.get("name")), REUSED + reason)
 
 
 def _chosen_for(config: RunConfig, ctx: ParallelContext) -> dict[str, Any]:
