@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
-from megatron_parm.checkpoint.load import load_tensors, read_state
+from megatron_parm.checkpoint.load import read_state
 from megatron_parm.config.run import RunConfig, from_dict
 from megatron_parm.errors import ConfigError
 from megatron_parm.parallel import launch
@@ -26,7 +26,7 @@ from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.assemble import make_model, make_tokenizer
 from megatron_parm.training.entrance import guarded
 from megatron_parm.training.generate import SamplingRules, generate
-from megatron_parm.training.resume import OPTIMIZER, model_tensors, vocabulary_rows
+from megatron_parm.training.resume import OPTIMIZER, load_named, model_tensors, vocabulary_rows
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,7 +71,7 @@ def sample(flags: argparse.Namespace, rules: SamplingRules, ctx: ParallelContext
     config = for_sampling(from_dict(read_state(checkpoint, ctx)["config"]), flags)
     tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
     built, _, _ = make_model(config, vocab_size, ctx, vocabulary_rows(checkpoint))
-    load_tensors(checkpoint, model_tensors(built), ctx, ignored_prefixes=(OPTIMIZER,))
+    load_named(checkpoint, model_tensors(built), ctx, ignored_prefixes=(OPTIMIZER,))
     for prompt in flags.prompt or [""]:
         for ids in generate(built.model, tokenizer.encode(prompt), flags.num_samples, rules, tokenizer.eod):
             if ctx.rank == 0:

@@ -31,6 +31,7 @@ from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.pipeline.micro_batches import BatchPlan
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_parm.training.progress_state import RunProgress
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,23 @@ def make_model(
     return build_gpt(config, vocab_size, padded, ctx, random_states.replicated), random_states, padded
 
 
-def assemble(config: RunConfig, ctx: ParallelContext, log: Log, saved_rows: int | None = None) -> Assembly:
-    """Everything of a run but what its checkpoint holds; see `make_model`. `config` is resolved. Call on all ranks."""
+def assemble(
+    config: RunConfig,
+    ctx: ParallelContext,
+    log: Log,
+    *,
+    saved_rows: int | None = None,
+    start: RunProgress | None = None,
+) -> Assembly:
+    """Everything of a run but what its checkpoint holds. `config` is resolved. Call on all ranks.
+
+    saved_rows: see `make_model`. start: where the run will go on, to have samples enough to its end.
+    """
     tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
     training = config.training
     plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size)
     schedule = on_all_ranks(ctx.world, lambda: make_schedule(config))
-    datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size))
+    datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size, start or RunProgress()))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
     built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows)
@@ -194,7 +205,7 @@ def named_layout(ctx: ParallelContext) -> dict[str, int]:
     return {name: sizes[name] for name in ("world", "tp", "pp", "ep", "esp", "dp", "edp")}
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> GPTDatasets:
+def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: RunProgress) -> GPTDatasets:
     data, training = config.data, config.training
     needs_eod = data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
     rules = GPTDataRules(
@@ -210,16 +221,17 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> GPTDa
         split_rounding="classic" if data.split_rounding == "classic" else "core",
         data_cache_path=data.data_cache_path,
     )
-    requests = split_requests(
+    train, *held_out = split_requests(
         config.global_batch_size,
         training.eval_interval,
         training.eval_iters,
         training.train_iters,
         training.train_samples,
     )
-    if training.skip_train:
-        requests = (0, *requests[1:])
-    return build_gpt_datasets(data.data_path, requests, rules, data.split, mock_data=data.mock_data)
+    # after a resume with a smaller global batch more samples are behind than so many iterations of today's size
+    to_come = max(0, config.train_iterations - start.iteration) * config.global_batch_size
+    train = 0 if training.skip_train else max(train, start.consumed_train_samples + to_come)
+    return build_gpt_datasets(data.data_path, (train, *held_out), rules, data.split, mock_data=data.mock_data)
 
 
 def _flop_shape(config: RunConfig, vocabulary_rows: int) -> TransformerShape:

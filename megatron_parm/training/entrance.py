@@ -14,9 +14,11 @@ from megatron_parm.observe.progress import is_terminal, write_above_bars
 from megatron_parm.observe.sinks import Recorder
 from megatron_parm.observe.tensorboard_sink import TensorBoardSink, TensorBoardTags
 from megatron_parm.parallel import failures, launch
+from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.assemble import assemble, join_ranks
-from megatron_parm.training.resume import open_checkpoint, vocabulary_rows
+from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.resume import SavedRun, open_checkpoint, vocabulary_rows
 from megatron_parm.training.trainer import Trainer
 
 EXIT_UNEXPECTED, EXIT_HANG, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 1, 22, 23, 130
@@ -75,15 +77,27 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
         for note in notes:
             log.warn(note)
         config, ctx = join_ranks(config, environment, log)
-        checkpoint = open_checkpoint(config, ctx, log)
+        saved = open_checkpoint(config, ctx, log)
         with _recorder(config, log) as recorder:
-            trainer = Trainer(assemble(config, ctx, log, vocabulary_rows(checkpoint)), recorder)
-            if checkpoint is not None:
-                trainer.resume(checkpoint)
-            trainer.train()
+            make_trainer(config, ctx, log, recorder, saved).train()
         launch.shutdown(ctx)
 
     return guarded(work)
+
+
+def make_trainer(
+    config: RunConfig, ctx: ParallelContext, log: Log, recorder: Recorder, saved: SavedRun | None
+) -> Trainer:
+    """A trainer at its start, or where `saved` left off. Call on all ranks."""
+    if saved is None:
+        return Trainer(assemble(config, ctx, log), recorder)
+    start = RunProgress() if config.checkpoint.finetune else saved.progress
+    trainer = Trainer(
+        assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start),
+        recorder,
+    )
+    trainer.resume(saved)
+    return trainer
 
 
 def _recorder(config: RunConfig, log: Log) -> Recorder:

@@ -4,9 +4,11 @@ Tensors: `model.<name>`, `optimizer.<state>.<name>`; per rank: the random stream
 optimizer's scalars, the MoE schedule with the layout it was chosen for, and the configuration.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_parm import __version__
@@ -28,6 +30,7 @@ from megatron_parm.training.progress_state import RunProgress
 OPTIMIZER, MODEL = "optimizer.", "model."
 REUSED = "as in the checkpoint: "
 NamedTensors = dict[str, tuple[Tensor, ShardSpec]]
+VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 # settings that change what the saved tensors mean; the others may differ between a run and its resume
 FIXED_SETTINGS = (
@@ -38,13 +41,25 @@ FIXED_SETTINGS = (
     "moe_router_topk",
     "moe_router_pre_softmax",
     "tokenizer_type",
-    "seq_length",
 )
-# those that also fix the order of the data, from which a run goes on
-DATA_ORDER_SETTINGS = ("seed", "split", "split_rounding", "dataloader_type", "mock_data")
+# those that also fix the samples and their order, in which a run goes on
+DATA_ORDER_SETTINGS = ("seq_length", "seed", "split", "split_rounding", "dataloader_type", "mock_data")
 SPELLINGS = {name: "--" + name.replace("_", "-") for name in (*FIXED_SETTINGS, *DATA_ORDER_SETTINGS)}
 # a default that stands for "not given" may be spelled out by one of the two runs
 LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A verified checkpoint with its JSON state."""
+
+    checkpoint: VerifiedCheckpoint
+    state: dict[str, Any]
+
+    @property
+    def progress(self) -> RunProgress:
+        """How far the run had come. Raises CheckpointError."""
+        return RunProgress.from_state(_section(self.state, "progress"))
 
 
 def model_tensors(built: BuiltModel) -> NamedTensors:
@@ -71,6 +86,7 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
         "config": to_dict(run.config),
         "progress": progress.to_state(),
         "schedule": run.schedule.to_state(),
+        "vocab_size": run.built.model.shape.vocab_size,
     }
     if not checkpoint.no_save_optim:
         tensors |= optimizer_tensors(run)
@@ -83,10 +99,11 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
     return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
 
 
-def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> VerifiedCheckpoint | None:
+def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedRun | None:
     """The checkpoint that `--load` means; None for a fresh start. Call on all ranks.
 
-    Raises ConfigError if there is none, unless `--load` equals `--save` and holds nothing yet.
+    Raises ConfigError if there is none, unless `--load` equals `--save` and holds nothing yet; CheckpointError if it is
+    of another model, or damaged.
     """
     checkpoint = config.checkpoint
     if checkpoint.load is None:
@@ -106,12 +123,14 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> Verifi
     )
     for warning in found.warnings:
         log.warn(warning)
-    return found
+    saved = SavedRun(found, read_state(found, ctx))
+    check_same_model(config, _section(saved.state, "config"), data_order=not checkpoint.finetune)
+    return saved
 
 
-def vocabulary_rows(checkpoint: VerifiedCheckpoint | None) -> int | None:
-    """The padded vocabulary of a checkpoint; None without one."""
-    entry = None if checkpoint is None else checkpoint.manifest.tensors.get(MODEL + "embedding.word_embeddings.weight")
+def vocabulary_rows(checkpoint: VerifiedCheckpoint) -> int | None:
+    """The padded vocabulary of a checkpoint; None if it has no embedding."""
+    entry = checkpoint.manifest.tensors.get(MODEL + VOCABULARY_TENSORS[0])
     return entry.shape[0] if entry is not None else None
 
 
@@ -133,21 +152,16 @@ def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bo
         )
 
 
-def load_run(run: Assembly, checkpoint: VerifiedCheckpoint) -> tuple[RunProgress, RateSchedule]:
-    """Fill the run from `checkpoint`; returns where it goes on and by which schedule. Call on all ranks."""
-    settings = run.config.checkpoint
-    state = read_state(checkpoint, run.ctx)
-    check_same_model(run.config, _section(state, "config"), data_order=not settings.finetune)
+def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]:
+    """Fill the run from `saved`; returns where it goes on and by which schedule. Call on all ranks."""
+    settings, checkpoint, state = run.config.checkpoint, saved.checkpoint, saved.state
+    _check_vocabulary(run, state)
     tensors = model_tensors(run.built)
     takes_optimizer = settings.loads_optimizer
-    if takes_optimizer and "optimizer" not in state:
-        raise CheckpointError(
-            f"{checkpoint.path} was saved without optimizer state (--no-save-optim); "
-            "go on with --no-load-optim, or --finetune"
-        )
     if takes_optimizer:
+        _check_optimizer(run, saved)
         tensors |= optimizer_tensors(run)
-    load_tensors(checkpoint, tensors, run.ctx, ignored_prefixes=() if takes_optimizer else (OPTIMIZER,))
+    load_named(checkpoint, tensors, run.ctx, ignored_prefixes=() if takes_optimizer else (OPTIMIZER,))
     if takes_optimizer:
         run.optimizer.load_state_scalars(_section(state, "optimizer"))
     else:
@@ -157,10 +171,60 @@ def load_run(run: Assembly, checkpoint: VerifiedCheckpoint) -> tuple[RunProgress
     _reuse_moe_schedule(run, state)
     if settings.finetune:
         return RunProgress(), run.schedule
-    progress = RunProgress.from_state(_section(state, "progress"))
+    progress = saved.progress
     if progress.iteration >= run.config.train_iterations:  # nothing left to do: no rate is needed any more
         return progress, run.schedule
     return progress, _schedule(run, state)
+
+
+def load_named(
+    checkpoint: VerifiedCheckpoint,
+    tensors: NamedTensors,
+    ctx: ParallelContext,
+    *,
+    ignored_prefixes: tuple[str, ...] = (),
+) -> None:
+    """Fill `tensors` from a checkpoint of any layout, also one that padded the vocabulary to another size.
+
+    Rows of padding that the checkpoint lacks become zero. Call on all ranks.
+    """
+    saved = checkpoint.manifest.tensors
+    whole: NamedTensors = {}
+    for name, (local, spec) in tensors.items():
+        if name.endswith(VOCABULARY_TENSORS) and name in saved and saved[name].shape[1:] == spec.global_shape[1:]:
+            shape = saved[name].shape
+            if shape != spec.global_shape:  # rows that cannot be cut alike: each rank reads all and keeps its own
+                whole[name] = local.new_empty(shape), ShardSpec(shape, (), spec.role, spec.decays)
+    load_tensors(checkpoint, tensors | whole, ctx, ignored_prefixes=ignored_prefixes)
+    with torch.no_grad():
+        for name, (rows, _) in whole.items():
+            local, spec = tensors[name]
+            own = rows[spec.box[0]]
+            local.zero_()[: len(own)] = own
+
+
+def _check_vocabulary(run: Assembly, state: dict[str, Any]) -> None:
+    here, saved = run.built.model.shape.vocab_size, state.get("vocab_size")
+    if saved != here:
+        raise CheckpointError(
+            f"the checkpoint is of another vocabulary: --tokenizer-type {run.config.data.tokenizer_type} with its files, "
+            f"--vocab-size and --vocab-extra-ids, gives {here} tokens here, {saved} in the checkpoint; use those of the "
+            "checkpoint, or load another one"
+        )
+
+
+def _check_optimizer(run: Assembly, saved: SavedRun) -> None:
+    if "optimizer" not in saved.state:
+        raise CheckpointError(
+            f"{saved.checkpoint.path} was saved without optimizer state (--no-save-optim); "
+            "go on with --no-load-optim, or --finetune"
+        )
+    kind = _section(saved.state, "optimizer").get("kind")
+    if kind != run.optimizer.kind:
+        raise CheckpointError(
+            f"the checkpoint holds the state of --optimizer {kind}, the run asks for --optimizer {run.optimizer.kind}; "
+            f"use --optimizer {kind}, or start with fresh optimizer state by --no-load-optim"
+        )
 
 
 def _schedule(run: Assembly, state: dict[str, Any]) -> RateSchedule:
@@ -178,6 +242,10 @@ def _load_random_states(run: Assembly, checkpoint: VerifiedCheckpoint) -> None:
         run.log.warn("the checkpoint is of another layout, so its random states fit no rank: dropout draws afresh")
         return
     names = tuple(run.random_states.state_dict())
+    if not checkpoint.manifest.rank_tensors:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved without random states (--no-save-rng); go on with --no-load-rng"
+        )
     run.random_states.load_state_dict(load_rank_tensors(checkpoint, names, run.ctx))
 
 

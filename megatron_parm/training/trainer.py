@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_parm import __version__
-from megatron_parm.checkpoint.verify import VerifiedCheckpoint
 from megatron_parm.config.run import to_dict
 from megatron_parm.data.batches import Batch
 from megatron_parm.errors import NonFiniteError
@@ -29,7 +28,7 @@ from megatron_parm.parallel import transport
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
 from megatron_parm.training.evaluate import evaluate
 from megatron_parm.training.progress_state import RunProgress
-from megatron_parm.training.resume import load_run, save_run
+from megatron_parm.training.resume import SavedRun, load_run, save_run
 from megatron_parm.training.signals import StopRequests
 from megatron_parm.training.step import StepResult, TrainStep
 
@@ -60,13 +59,13 @@ class Trainer:
             per_token_loss=training.calculate_per_token_loss,
         )
 
-    def resume(self, checkpoint: VerifiedCheckpoint) -> None:
-        """Go on from `checkpoint`, as --finetune and its kind say."""
-        self.progress, schedule = load_run(self.run, checkpoint)
+    def resume(self, saved: SavedRun) -> None:
+        """Go on from `saved`, as --finetune and its kind say."""
+        self.progress, schedule = load_run(self.run, saved)
         self.run = replace(self.run, schedule=schedule)
         if not self.run.config.checkpoint.finetune:
             self._saved_at = self.progress.iteration
-        self.run.log.say(f" > loaded {checkpoint.path}, going on from iteration {self.progress.iteration}")
+        self.run.log.say(f" > loaded {saved.checkpoint.path}, going on from iteration {self.progress.iteration}")
 
     def train(self) -> None:
         """Train, evaluate, save; ends with an evaluation of both held-out splits and a last checkpoint."""
@@ -177,10 +176,14 @@ class Trainer:
         run, config = self.run, self.run.config
         if run.datasets.valid is None or config.training.eval_iters == 0:
             return
+        progress, num_samples = self.progress, config.training.eval_iters * config.global_batch_size
+        if progress.consumed_valid_samples + num_samples > len(run.datasets.valid):
+            # a resume that evaluates more rarely than before has planned fewer samples than were consumed
+            progress.consumed_valid_samples, self._valid_batches = 0, None
         if self._valid_batches is None:
-            self._valid_batches = run.batches(run.datasets.valid, self.progress.consumed_valid_samples)
+            self._valid_batches = run.batches(run.datasets.valid, progress.consumed_valid_samples)
         loss = evaluate(run.built.model, self._valid_batches, self._evaluation_batches, run.ctx)
-        self.progress.consumed_valid_samples += config.training.eval_iters * config.global_batch_size
+        progress.consumed_valid_samples += num_samples
         self._record_evaluation({"lm loss": loss}, "valid", place)
 
     @property
