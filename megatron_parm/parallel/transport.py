@@ -1,11 +1,14 @@
 """Moves data between the ranks of an axis, without autograd. Floor 3.
 
 The differentiable operators of `collectives.py` are made of these; the trainer, the optimizer and the checkpoint room
-call them directly. Every function must be called by all ranks of the axis. On an axis of one rank nothing is sent.
+call them directly. Every function must be called by all ranks of the axis. On an axis of one rank nothing is sent. A
+`start_*` puts a collective on the wire and returns; other work may run until its `Flight` lands.
 
 gloo's AllGather and ReduceScatter are several times slower than the same built on its AlltoAll and a local sum (4
 ranks, 4 MiB: 34 and 62 ms against 7), so on gloo they are built that way; NCCL's own are used on NCCL.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,48 +29,90 @@ def _wire_device(axis: Axis) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def exchange(x: Tensor, axis: Axis) -> Tensor:
-    """Send chunk j of dim 0 to rank j and stack what arrives, chunk i from rank i. Dim 0 must divide by the axis."""
+class Flight:
+    """A collective on the wire. `sent` and the buffers of `result` must stay untouched until it lands."""
+
+    def __init__(self, work: dist.Work | None, sent: Tensor | None, result: Callable[[], Tensor]) -> None:
+        self._work = work
+        self._sent = sent
+        self._result = result
+
+    def land(self) -> Tensor:
+        """Wait for it; what it brought."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return self._result()
+
+
+def _landed(x: Tensor) -> Flight:
+    """Nothing was sent: an axis of one rank."""
+    return Flight(None, None, lambda: x)
+
+
+def start_exchange(x: Tensor, axis: Axis) -> Flight:
+    """Begin `exchange`."""
     if axis.size == 1:
-        return x
+        return _landed(x)
     x = x.contiguous()  # gloo silently permutes a non-contiguous tensor
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=axis.group)
-    return received
+    work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
+    return Flight(work, x, lambda: received)
+
+
+def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive_splits: list[int]) -> Flight:
+    """Begin `exchange_uneven`."""
+    if axis.size == 1:
+        return _landed(x)
+    x = x.contiguous()
+    received = x.new_empty((sum(receive_splits), *x.shape[1:]))
+    work = dist.all_to_all_single(received, x, receive_splits, send_splits, group=axis.group, async_op=True)
+    return Flight(work, x, lambda: received)
+
+
+def start_gather_stack(x: Tensor, axis: Axis) -> Flight:
+    """Begin `gather_stack`."""
+    if axis.size == 1:
+        return _landed(x.unsqueeze(0))
+    x = x.contiguous()
+    if _is_gloo(axis):
+        return start_exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis)
+    gathered = x.new_empty((axis.size, *x.shape))
+    work = dist.all_gather_into_tensor(gathered, x.unsqueeze(0), group=axis.group, async_op=True)
+    return Flight(work, x, lambda: gathered)
+
+
+def start_scatter_sum(stack: Tensor, axis: Axis) -> Flight:
+    """Begin `scatter_sum`."""
+    if axis.size == 1:
+        return _landed(stack.squeeze(0))
+    if _is_gloo(axis):
+        flight = start_exchange(stack, axis)
+        return Flight(None, None, lambda: flight.land().sum(dim=0))
+    stack = stack.contiguous()
+    summed = torch.empty_like(stack[0])
+    work = dist.reduce_scatter_tensor(summed.unsqueeze(0), stack, group=axis.group, async_op=True)
+    return Flight(work, stack, lambda: summed)
+
+
+def exchange(x: Tensor, axis: Axis) -> Tensor:
+    """Send chunk j of dim 0 to rank j and stack what arrives, chunk i from rank i. Dim 0 must divide by the axis."""
+    return start_exchange(x, axis).land()
 
 
 def exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive_splits: list[int]) -> Tensor:
     """Send `send_splits[j]` rows of dim 0 to rank j; receive `receive_splits[i]` from rank i. Zeros are allowed."""
-    if axis.size == 1:
-        return x
-    x = x.contiguous()
-    received = x.new_empty((sum(receive_splits), *x.shape[1:]))
-    dist.all_to_all_single(received, x, receive_splits, send_splits, group=axis.group)
-    return received
+    return start_exchange_uneven(x, axis, send_splits, receive_splits).land()
 
 
 def gather_stack(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, stacked in axis order: `[axis.size, *x.shape]`. Shapes must agree."""
-    if axis.size == 1:
-        return x.unsqueeze(0)
-    x = x.contiguous()
-    if _is_gloo(axis):
-        return exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis)
-    gathered = x.new_empty((axis.size, *x.shape))
-    dist.all_gather_into_tensor(gathered, x.unsqueeze(0), group=axis.group)
-    return gathered
+    return start_gather_stack(x, axis).land()
 
 
 def scatter_sum(stack: Tensor, axis: Axis) -> Tensor:
     """Sum of every rank's `stack[my rank]`, where `stack` is `[axis.size, ...]`: ReduceScatter over dim 0."""
-    if axis.size == 1:
-        return stack.squeeze(0)
-    if _is_gloo(axis):
-        return exchange(stack, axis).sum(dim=0)
-    stack = stack.contiguous()
-    summed = torch.empty_like(stack[0])
-    dist.reduce_scatter_tensor(summed.unsqueeze(0), stack, group=axis.group)
-    return summed
+    return start_scatter_sum(stack, axis).land()
 
 
 def sum_over_(x: Tensor, axis: Axis) -> Tensor:
