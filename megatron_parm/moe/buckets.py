@@ -41,10 +41,10 @@ def dispatch(tokens: Tensor, routing: Routing) -> Buckets:
     copies = tokens.unsqueeze(1).expand(-1, topk, -1).flatten(0, 1)  # [n * k, h]
     if routing.slots is None:
         rows = copies.new_empty(routing.num_rows, tokens.shape[1])
-        rows = rows.index_copy(0, routing.row.flatten(), copies)
+        rows.index_copy_(0, routing.row.flatten(), copies)
         return Ragged(rows, (tuple(routing.counts.tolist()),))
     spilled = copies.new_zeros(routing.num_rows + 1, tokens.shape[1])  # the last row takes the dropped choices
-    spilled = spilled.index_copy(0, routing.row.flatten(), copies)
+    spilled.index_copy_(0, routing.row.flatten(), copies)
     return spilled[:-1].view(routing.counts.shape[0], -1, tokens.shape[1])  # [E, segments * c, h]
 
 

@@ -55,6 +55,12 @@ def capacity_of(num_tokens: int, num_experts: int, topk: int, factor: float | No
     return max(slots, minimum)
 
 
+def count_values(index: Tensor, size: int) -> Tensor:
+    """How often each number below `size` stands in `index`: `[size]`. Unlike bincount it never waits for the device."""
+    index = index.flatten()
+    return index.new_zeros(size).scatter_add_(0, index, torch.ones_like(index))
+
+
 def place(
     expert: Tensor,
     weight: Tensor,
@@ -71,7 +77,7 @@ def place(
     `slots_multiple_of` and the extra ones stay empty. Policy "probs" keeps the choices of largest weight,
     "position" the first tokens.
     """
-    counts = torch.bincount(expert.flatten(), minlength=num_experts)
+    counts = count_values(expert, num_experts)
     if capacity is None:
         row = _rank_within(expert.flatten(), counts, add_start=True).view_as(expert)
         kept = torch.ones_like(expert, dtype=torch.bool)
@@ -89,7 +95,7 @@ def place(
 
 def _slots(owner: Tensor, weight: Tensor, num_owners: int, policy: DropPolicy) -> Tensor:
     """The place of each choice in the queue of its owner: `[n * k]`."""
-    counts = torch.bincount(owner, minlength=num_owners)
+    counts = count_values(owner, num_owners)
     if policy == "position":
         return _rank_within(owner, counts)
     by_weight = weight.detach().flatten().argsort(descending=True, stable=True)
