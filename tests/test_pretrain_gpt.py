@@ -186,7 +186,7 @@ def test_a_missing_required_flag_and_help_need_no_ranks(capsys: pytest.CaptureFi
 
 
 def test_ranks_with_different_flags_are_told_which(corpus: str, tmp_path: Path) -> None:
-    """Faults row 22: before any group exists, with every differing flag and who has which value."""
+    """Before any group exists, with every differing flag and who has which value."""
     first, second = flags(corpus, MOE, "--moe-schedule s1"), flags(corpus, MOE, "--moe-schedule s2 --lr 0.5")
     with ranks(2, [first, second], tmp_path) as running:
         assert running.wait() == [2, 2], running.outputs
@@ -250,7 +250,7 @@ def _sleep() -> None:
 
 
 def test_an_exception_on_one_rank_is_the_last_thing_said(corpus: str, tmp_path: Path) -> None:
-    """Faults row 19: all gone in time, the report names the rank first and the file and line."""
+    """FC-42: all gone in time, the report names the rank first and the file and line."""
     with ranks(2, flags(corpus), tmp_path, functools.partial(_in_step, 2, 1, _raise)) as running:
         codes = running.wait(15)
         assert codes[1] == 1 and codes[0] in (1, 22), running.outputs
@@ -333,7 +333,7 @@ def test_sigterm_to_one_worker_saves_one_iteration_and_a_resume_goes_on(corpus: 
 
 
 def test_sigterm_to_torchrun_saves_and_leaves_a_marker(corpus: str, tmp_path: Path) -> None:
-    """Faults row 15, through the script itself: torchrun hands the signal on and says 1 whatever its workers say."""
+    """FC-35 through the script itself: torchrun hands the signal on and says 1 whatever its workers say."""
     root, log = tmp_path / "run", tmp_path / "log.jsonl"
     argv = flags(corpus, MOE, "--train-iters 100000 --exit-signal-handler --tensor-model-parallel-size 2")
     argv += ["--save", str(root), "--log-json", str(log)]
