@@ -60,7 +60,7 @@ def _by_step(parts: list[list[list[list[int]]]], ranks: range) -> list[list[list
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_every_data_parallel_size_reads_the_same_global_batches(pools: Pools, corpus: str, micro_batch: int) -> None:
-    """Faults row 13: none repeated, none skipped, also when the number of ranks changes on the way."""
+    """None repeated, none skipped, also when the number of ranks changes on the way."""
     argv = flags(corpus, f"--micro-batch-size {micro_batch}")
     (alone,) = pools.run(SINGLE, _samples, argv, 4, 0)
     wanted = [sorted(rows) for rows in alone]

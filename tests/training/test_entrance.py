@@ -126,7 +126,7 @@ def _files(root: Path) -> list[Path]:
 def test_a_sink_that_cannot_be_opened_is_one_warning_and_training_goes_on(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Faults row 37."""
+    """TensorBoard's folder is a file; the JSON log beside it stays complete."""
     (tmp_path / "file").write_text("in the way")
     argv = [*flags(corpus), "--tensorboard-dir", str(tmp_path / "file"), "--log-json", str(tmp_path / "log.jsonl")]
     assert pretrain(argv) == 0
