@@ -49,7 +49,7 @@ def generate(model: GPTModel, prompt: list[int], num_samples: int, rules: Sampli
     ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
     for _ in range(rules.max_new_tokens):
         drawn = _draw(_last_logits(model, text[:, -model.shape.max_positions :]), rules, generator)  # [b]
-        text = torch.cat([text, drawn.masked_fill(ended, eod).unsqueeze(1)], dim=1)
+        text = torch.cat([text, drawn.unsqueeze(1)], dim=1)  # [b, s + 1]  what follows an end is cut away below
         ended |= drawn == eod
         if ended.all():
             break

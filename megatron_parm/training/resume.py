@@ -186,7 +186,7 @@ def load_named(
 ) -> None:
     """Fill `tensors` from a checkpoint of any layout, also one that padded the vocabulary to another size.
 
-    Rows of padding that the checkpoint lacks become zero. Call on all ranks.
+    Rows of padding that the checkpoint lacks keep their initial zeros. Call on all ranks.
     """
     saved = checkpoint.manifest.tensors
     whole: NamedTensors = {}
@@ -200,7 +200,7 @@ def load_named(
         for name, (rows, _) in whole.items():
             local, spec = tensors[name]
             own = rows[spec.box[0]]
-            local.zero_()[: len(own)] = own
+            local[: len(own)] = own
 
 
 def check_vocabulary(vocab_size: int, tokenizer_type: str, state: dict[str, Any]) -> None:
