@@ -6,7 +6,7 @@ adds the parts. The second bias is added by the first rank of esp only. Source: 
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.feed_forward import ACTIVATIONS, Activation, gates_of
 from megatron_parm.layers.initialise import ZEROS, Initialiser, attach
-from megatron_parm.moe.buckets import Buckets, Ragged
+from megatron_parm.moe.buckets import Buckets, Packed
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.sharding import Cut, make_parameter
 
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPED_ROW_BYTES = 16  # grouped_mm takes only matrices whose rows are a multiple of this
 
 
 class _DivideGradient(Function):
@@ -81,7 +82,7 @@ class Experts(nn.Module):
         self.bias2 = parameter((num_experts, hidden_size), None, ZEROS, decays=False) if bias else None
 
     def forward(self, inbox: Buckets, *, copies: int = 1) -> Buckets:
-        """One esp-th of each expert's output, in the layout of `inbox`: `[peers, e, c, h]` or `Ragged`.
+        """One esp-th of each expert's output, in the layout of `inbox`: `[peers, e, c, h]` or `Packed`.
 
         copies: how many times each token arrives in all; the weights' gradient is divided by it.
         """
@@ -89,8 +90,8 @@ class Experts(nn.Module):
         weight2 = _divide_gradient(self.weight2, copies)
         bias1 = None if self.bias1 is None else _divide_gradient(self.bias1, copies).flatten(1)
         bias2 = None if self.bias2 is None else self._bias_of_first(_divide_gradient(self.bias2, copies))
-        if isinstance(inbox, Ragged):
-            return self._ragged(inbox, weight1, weight2, bias1, bias2)
+        if isinstance(inbox, Packed):
+            return self._packed(inbox, weight1, weight2, bias1, bias2)
         peers, num_local, slots, hidden = inbox.shape
         x = inbox.transpose(0, 1).reshape(num_local, peers * slots, hidden)  # [e, peers * c, h]
         x = _add(torch.bmm(x, weight1.transpose(1, 2)), bias1)  # [e, peers * c, (2 *) f/esp]
@@ -100,16 +101,13 @@ class Experts(nn.Module):
     def _bias_of_first(self, bias: Tensor) -> Tensor:
         return share(bias, self._esp) * (self._esp.rank == 0)
 
-    def _ragged(
-        self, inbox: Ragged, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None
-    ) -> Ragged:
+    def _packed(
+        self, inbox: Packed, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None
+    ) -> Packed:
         order, counts = _by_expert(inbox, weight1.shape[0])
         x = inbox.rows.index_select(0, order)
-        owner = torch.arange(len(counts), device=x.device).repeat_interleave(torch.tensor(counts, device=x.device))
-        x = _grouped_linear(x, weight1, counts)
-        x = x if bias1 is None else x + bias1[owner]
-        x = _grouped_linear(self._activate(x), weight2, counts)
-        x = x if bias2 is None else x + bias2[owner]
+        x = _add_grouped(_grouped_linear(x, weight1, counts), bias1, counts)  # [r, (2 *) f/esp]
+        x = _add_grouped(_grouped_linear(self._activate(x), weight2, counts), bias2, counts)  # [r, h]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         return replace(inbox, rows=x.index_select(0, back))
@@ -119,7 +117,14 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.unsqueeze(1)
 
 
-def _by_expert(inbox: Ragged, num_local: int) -> tuple[Tensor, list[int]]:
+def _add_grouped(x: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
+    if bias is None:
+        return x
+    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(x.device)
+    return x + bias[owner]
+
+
+def _by_expert(inbox: Packed, num_local: int) -> tuple[Tensor, list[int]]:
     """The order that sorts rows from (peer, expert) to (expert, peer), and the rows of each expert."""
     sizes = torch.tensor(inbox.counts, dtype=torch.int64).view(-1, num_local)
     blocks = torch.tensor(list(chain(*(range(num_local) for _ in inbox.counts))), dtype=torch.int64)
@@ -131,8 +136,14 @@ def _by_expert(inbox: Ragged, num_local: int) -> tuple[Tensor, list[int]]:
 def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """Rows of x `[r, in]`, sorted by expert, each times its expert's weight `[e, out, in]`: `[r, out]`."""
     grouped: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
-    if grouped is not None and x.dtype in GROUPED_DTYPES and x.shape[0]:
-        ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
+    if grouped is not None and x.shape[0] and _fits_grouped(weight):
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
         return grouped(x, weight.transpose(1, 2), offs=ends)
     parts = [F.linear(rows, weight[e]) for e, rows in enumerate(torch.split(x, counts))]
     return torch.cat(parts)  # [r, out]
+
+
+def _fits_grouped(weight: Tensor) -> bool:
+    """Whether grouped_mm takes `weight` and both of its gradients' operands, whose rows are as wide as its sides."""
+    sides = (size * weight.element_size() for size in weight.shape[1:])
+    return weight.dtype in GROUPED_DTYPES and all(side % GROUPED_ROW_BYTES == 0 for side in sides)

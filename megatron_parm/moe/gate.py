@@ -4,7 +4,7 @@ Scores are computed in float32 or more whatever the model's precision, so near-e
 ties. Source: parm.md sections 1 to 3; Megatron's router flags.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from megatron_parm.layers.initialise import Initialiser, attach
 from megatron_parm.moe.losses import BackwardScale, attach_loss, load_balancing_loss, z_loss
 from megatron_parm.moe.record import MicroBatchFigures, RoutingRecord
-from megatron_parm.moe.routing import DropPolicy, Routing, capacity_of, place
+from megatron_parm.moe.routing import DropPolicy, Routing, capacity_of, count_values, place
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import Axis
@@ -35,6 +35,7 @@ class GateSettings:
     eval_capacity_factor: float | None
     min_capacity: int
     drop_policy: DropPolicy
+    pads_to_capacity: bool
     pre_softmax: bool
     balance_coefficient: float | None
     z_coefficient: float | None
@@ -75,21 +76,20 @@ class Gate(nn.Module):
         *,
         shared_over: Axis | None = None,
         segments: Axis | None = None,
+        padded: bool = False,
         slots_multiple_of: int = 1,
+        chunks: int = 1,
     ) -> Routing:
         """Route tokens `[n, h]`.
 
         shared_over: the tokens are this rank's slice over that axis, so the weight's gradient and the counts of the
         balance loss are summed over it. segments: the tokens are those of all ranks of that axis, in axis order; each
-        rank's own count alone in the losses.
+        rank's own count alone in the losses. padded, slots_multiple_of, chunks: see
+        `place`. In eval mode there are no losses and nothing is recorded.
         """
         num_segments = 1 if segments is None else segments.size
         logits = self._logits(tokens, shared_over, num_segments)  # [n, E]
         expert, weight = self._choose(logits)
-        own = self._own_part(tokens.shape[0], segments)
-        own_logits, own_counts = logits[own], torch.bincount(expert[own].flatten(), minlength=logits.shape[1])
-        balance, z, probabilities = self._losses(own_logits, own_counts, shared_over)
-        weight = self._attach(weight, balance, z)
         routing = place(
             expert,
             weight,
@@ -97,11 +97,17 @@ class Gate(nn.Module):
             self.capacity(tokens.shape[0] // num_segments),
             policy=self.settings.drop_policy,
             segments=num_segments,
+            padded=padded or self.settings.pads_to_capacity,
             slots_multiple_of=slots_multiple_of,
+            chunks=chunks,
         )
-        if self.training:
-            self._note(routing.kept[own], own_counts, (balance, z), probabilities, shared_over)
-        return routing
+        if not self.training:
+            return routing
+        own = self._own_part(tokens.shape[0], segments)
+        counts = count_values(expert[own], self.settings.num_experts)
+        balance, z, probabilities = self._losses(logits[own], counts, shared_over)
+        self._note(routing.kept[own], counts, (balance, z), probabilities, shared_over)
+        return replace(routing, weight=self._attach(routing.weight, balance, z))
 
     def capacity(self, num_tokens: int) -> int | None:
         """Slots an expert keeps of `num_tokens` tokens; the evaluation factor applies in eval mode."""

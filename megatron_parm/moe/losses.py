@@ -27,7 +27,7 @@ class _AttachLoss(Function):
     @staticmethod
     def backward(saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dtype, device = saved.loss
-        return gradient, torch.tensor(saved.scale.value, dtype=dtype, device=device), None
+        return gradient, torch.full((), saved.scale.value, dtype=dtype, device=device), None
 
 
 def attach_loss(carrier: Tensor, loss: Tensor, scale: BackwardScale) -> Tensor:

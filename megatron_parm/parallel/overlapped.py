@@ -64,6 +64,22 @@ class AllToAllUneven:
 
 
 @dataclass(frozen=True)
+class StackIdentical:
+    """Every rank's tensor, stacked, for a result that every rank uses alike: `[axis, ...]`; see
+    `collectives.all_gather`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """AllGather."""
+        return transport.start_gather_stack(x, self.axis)
+
+    def adjoint(self, gradient: Tensor) -> Flight:
+        """The own slice; nothing is sent."""
+        return transport.landed(gradient[self.axis.rank].contiguous())
+
+
+@dataclass(frozen=True)
 class StackSumming:
     """Every rank's tensor, stacked, for a result that each rank uses differently: `[axis, ...]`; gradients are
     summed."""
@@ -92,6 +108,19 @@ class ScatterSum:
     def adjoint(self, gradient: Tensor) -> Flight:
         """AllGather."""
         return transport.start_gather_stack(gradient, self.axis)
+
+
+@dataclass(frozen=True)
+class AllReduceSumming:
+    """The sum over the axis, for a result that each rank uses differently; see `collectives.all_reduce_summing`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """AllReduce."""
+        return transport.start_sum_over(x, self.axis)
+
+    adjoint = forward
 
 
 class Pending:
