@@ -12,6 +12,7 @@ parameter. The exit code is 0 if all are within 1e-9, 1e-5 and 1e-10.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,9 +81,10 @@ class Figures:
     steps: tuple[tuple[float, float, float], ...]
 
     def difference(self, other: "Figures") -> float:
-        """The largest relative difference of any figure."""
+        """The largest relative difference of any figure; infinite where one is not a number."""
         pairs = zip(self.steps, other.steps, strict=True)
-        return max(abs(a - b) / abs(b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+        found = [abs(a - b) / abs(b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)]
+        return max(found) if all(map(math.isfinite, found)) else math.inf  # max alone can lose a NaN
 
 
 def make_config(layout: Layout, schedule: Schedule, precision: Precision, *, dropless: bool) -> RunConfig:

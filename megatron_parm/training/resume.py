@@ -207,8 +207,8 @@ def _check_vocabulary(run: Assembly, state: dict[str, Any]) -> None:
     here, saved = run.built.model.shape.vocab_size, state.get("vocab_size")
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint is of another vocabulary: --tokenizer-type {run.config.data.tokenizer_type} with its files, "
-            f"--vocab-size and --vocab-extra-ids, gives {here} tokens here, {saved} in the checkpoint; use those of the "
+            f"the checkpoint is of another vocabulary: {saved} tokens there, {here} tokens here by --tokenizer-type "
+            f"{run.config.data.tokenizer_type} with its files, --vocab-size and --vocab-extra-ids; use those of the "
             "checkpoint, or load another one"
         )
 

@@ -250,8 +250,8 @@ def test_the_restart_line_starts_afresh_in_a_new_or_empty_folder(pools: Pools, c
         ("--moe-layer-freq 2", ("--moe-layer-freq", "2 here", "1 in the checkpoint")),
         ("--seed 99", ("--seed", "99 here", "1234 in the checkpoint", "--finetune")),
         ("--seq-length 4", ("--seq-length", "4 here", "8 in the checkpoint")),
-        ("--vocab-size 40", ("--vocab-size", "41 tokens here", "31 in the checkpoint")),
-        ("--vocab-extra-ids 3", ("--vocab-extra-ids", "34 tokens here", "31 in the checkpoint")),
+        ("--vocab-size 40", ("--vocab-size", "41 tokens here", "31 tokens there")),
+        ("--vocab-extra-ids 3", ("--vocab-extra-ids", "34 tokens here", "31 tokens there")),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_with_both_values(

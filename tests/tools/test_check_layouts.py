@@ -1,0 +1,195 @@
+"""The layout table: every layout and schedule trains as one process does. Reference: one process, run by each worker.
+
+Tolerances are those of the tool: float64 over 20 steps 1e-9, float32 over 3 steps 1e-5, gradients 1e-10. They leave
+room for the other order of sums only. The negative controls break one rule of the reduction each, inside the workers,
+and must exceed the same limits.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.moe import gate
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.transport import sum_over_
+from megatron_parm.training import step
+from tests.harness import layouts
+from tests.harness.pools import Pools
+from tools import check_layouts
+from tools.check_layouts import LAYOUTS, LIMITS, SCHEDULES, Layout, make_config
+
+
+def _place(layout: Layout) -> layouts.Layout:
+    return layouts.Layout(**dataclasses.asdict(layout))
+
+
+def _name(layout: Layout) -> str:
+    return str(_place(layout))
+
+
+def _rows_by_turns() -> list[Any]:
+    """Each layout with one kind, taking turns; the others with --full."""
+    kinds = [("baseline", False), ("s1", False), ("s2", False), ("s1", True)]
+    return [
+        pytest.param(
+            layout,
+            schedule,
+            dropless,
+            marks=() if number % len(kinds) == turn else pytest.mark.full,
+            id=f"{_name(layout)}-{schedule}{'-dropless' if dropless else ''}",
+        )
+        for number, layout in enumerate(LAYOUTS)
+        for turn, (schedule, dropless) in enumerate(kinds)
+    ]
+
+
+# --- what runs in the workers ---
+
+
+def _row(ctx: ParallelContext, layout: Layout, schedule: Any, dropless: bool) -> dict[str, float]:
+    return check_layouts.check(layout, schedule, ctx, dropless=dropless)
+
+
+def _gradients(
+    ctx: ParallelContext, layout: Layout, schedule: Any, dropless: bool, broken: "Callable[[], Any] | None" = None
+) -> float:
+    """The largest difference of a gradient after one step; `broken` makes the context manager of a fault."""
+    _, wanted = check_layouts.train_alone("fp64", 1, dropless, ctx.device)  # without the fault
+    config = make_config(layout, schedule, "fp64", dropless=dropless)
+    fault: AbstractContextManager[Any] = nullcontext() if broken is None else broken()
+    with fault:
+        return check_layouts.gradient_difference(config, ctx, wanted)
+
+
+def _figures(ctx: ParallelContext, layout: Layout, broken: Callable[[], Any]) -> float:
+    """The largest difference of a figure over 3 steps in float32 with a fault."""
+    alone, _ = check_layouts.train_alone("fp32", 3, False, ctx.device)
+    with broken():
+        ours, _ = check_layouts.train(make_config(layout, "s1", "fp32", dropless=False), ctx, 3)
+    return ours.difference(alone)
+
+
+def _without_the_router_sum() -> Any:
+    return patch.object(gate, "share", lambda weight, axis: weight)
+
+
+def _reduced_by(rule: Callable[[ParallelContext, str], tuple[Any, int]]) -> Any:
+    """Gradient reduction with `rule`: (ctx, role) -> (axis to sum over, divisor)."""
+
+    def reduce_gradients(buffers: GradientBuffers, ctx: ParallelContext) -> None:
+        for buffer in buffers.buffers:
+            axis, divisor = rule(ctx, buffer.role)
+            sum_over_(buffer.data, axis)
+            buffer.data.div_(divisor)
+
+    return patch.object(step, "reduce_gradients", reduce_gradients)
+
+
+def _right() -> Any:
+    return _reduced_by(lambda ctx, role: (ctx.dp if role == "dense" else ctx.edp, ctx.dp.size))
+
+
+def _experts_divided_by_edp() -> Any:
+    return _reduced_by(lambda ctx, role: (ctx.dp, ctx.dp.size) if role == "dense" else (ctx.edp, ctx.edp.size))
+
+
+def _experts_summed_over_dp() -> Any:
+    return _reduced_by(lambda ctx, role: (ctx.dp, ctx.dp.size))
+
+
+# --- the table ---
+
+DROPPING_NOTHING = [(schedule, False) for schedule in SCHEDULES]
+DROPLESS = [("baseline", True), ("s1", True)]  # s2 cuts slots, so it needs a capacity
+
+
+@pytest.mark.parametrize(("schedule", "dropless"), DROPPING_NOTHING + DROPLESS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_gradients_of_every_row(pools: Pools, layout: Layout, schedule: str, dropless: bool) -> None:
+    found = pools.run(_place(layout), _gradients, layout, schedule, dropless)
+    assert max(found) <= LIMITS["gradients"]
+
+
+@pytest.mark.parametrize(("layout", "schedule", "dropless"), _rows_by_turns())
+def test_whole_training_of_a_row(pools: Pools, layout: Layout, schedule: str, dropless: bool) -> None:
+    """lm_loss, load_balancing_loss and grad_norm of every step."""
+    for found in pools.run(_place(layout), _row, layout, schedule, dropless):
+        for title, limit in LIMITS.items():
+            assert found[title] <= limit, title
+
+
+# --- negative controls ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_without_the_routers_sum_over_tp_the_s1_rows_fail(pools: Pools, layout: Layout) -> None:
+    """No forward sees it: the loss of the first step is right, the gradient of the router is not."""
+    place = _place(layout)
+    found = max(pools.run(place, _gradients, layout, "s1", False, _without_the_router_sum))
+    assert (found > 1e-3) == (layout.tp > 1)
+    assert found <= LIMITS["gradients"] or layout.tp > 1
+    assert max(pools.run(place, _gradients, layout, "s2", False, _without_the_router_sum)) <= LIMITS["gradients"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_dividing_experts_by_edp_fails_where_tp_is_not_ep_esp(pools: Pools, layout: Layout) -> None:
+    place = _place(layout)
+    found = max(pools.run(place, _gradients, layout, "s1", False, _experts_divided_by_edp))
+    assert (found > 1e-3) == (layout.tp != layout.ep * layout.esp)
+    assert max(pools.run(place, _gradients, layout, "s1", False, _right)) <= LIMITS["gradients"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_summing_experts_over_dp_fails_where_its_ranks_are_not_those_of_edp(pools: Pools, layout: Layout) -> None:
+    """All ep rows but those whose two axes join the same ranks."""
+    place = _place(layout)
+    found = max(pools.run(place, _gradients, layout, "s1", False, _experts_summed_over_dp))
+    assert (found > 1e-3) == (place.grid.groups("dp") != place.grid.groups("edp"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        (Layout(4, tp=2, esp=2, ep=2), _without_the_router_sum),
+        (Layout(4, tp=1, esp=2, ep=2), _experts_divided_by_edp),
+        (Layout(2, ep=2), _experts_summed_over_dp),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_figures_of_training_show_each_fault(pools: Pools, layout: Layout, fault: Callable[[], Any]) -> None:
+    """Three steps in float32 leave the limit of the table."""
+    assert min(pools.run(_place(layout), _figures, layout, fault)) > LIMITS["fp32, 3 steps"]
+
+
+# --- the tool ---
+
+
+def test_the_tool_prints_and_stores_its_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert check_layouts.main(["--schedules", "s1", "--dropless", "--json", str(file)]) == 0
+    title, row = capsys.readouterr().out.splitlines()
+    assert all(name in title for name in ("layout", "schedule", *LIMITS))
+    assert re.fullmatch(r"world 1: tp 1, ep 1, esp 1 +s1 +0.0e\+00 +0.0e\+00 +0.0e\+00", row)
+    (stored,) = json.loads(file.read_text())
+    assert stored["schedule"] == "s1" and stored["gradients"] == 0.0
+
+
+def test_a_row_beyond_its_limit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(check_layouts, "check", lambda *_, **__: {title: 2 * limit for title, limit in LIMITS.items()}):
+        assert check_layouts.main(["--schedules", "baseline"]) == 1
+
+
+def test_a_figure_that_is_not_a_number_is_beyond_every_limit() -> None:
+    right = check_layouts.Figures(((1.0, 1.0, 1.0),) * 2)
+    for wrong in (((1.0, 1.0, 1.0), (1.0, 1.0, math.nan)), ((1.0, math.nan, 1.0), (1.0, 1.0, 1.0))):
+        assert check_layouts.Figures(wrong).difference(right) == math.inf
+    assert right.difference(right) == 0.0
