@@ -22,6 +22,7 @@ from megatron_parm.moe.steps import (
     esp_collect,
     esp_reduce,
     esp_replicate,
+    esp_split,
     esp_spread,
     esp_sum,
     mp_all_gather,
@@ -82,6 +83,23 @@ def baseline(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int)
         arrived,
     )
     return combine(returned, routing.of_segment(ctx.esp.rank))  # [n, h]  ESP-Split
+
+
+def deepspeed(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """What DeepSpeed's code does since 0.14.5, for N_ESP = 1 and N_ESP = N_MP: drop duplicates, gather again."""
+    assert ctx.esp.size in (1, ctx.tp.size), "deepspeed knows N_ESP = 1 and N_ESP = N_MP"
+    routing = block.gate(tokens, padded=True, slots_multiple_of=ctx.tp.size, chunks=chunks)
+    assert routing.slots is not None, "deepspeed drops MP duplicates along the slots and so needs a capacity"
+    gathered = pipelined(
+        dispatch(tokens, routing),  # [E, c, h]
+        lambda part: ep_send(mp_split(part, ctx, dim=1), ctx),  # [ep, e, c/tp, h]
+        lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c/tp, h]
+        lambda spread: esp_reduce(block.experts(arrived(spread)), ctx),  # partial sums, added
+        lambda summed: ep_return(esp_split(arrived(summed), ctx), ctx),  # [E, c/tp, h]
+        lambda returned: mp_send(arrived(returned), ctx),  # [E, c, h]
+        arrived,
+    )
+    return combine(gathered, routing)  # [n, h]
 
 
 def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
@@ -147,4 +165,11 @@ def s2h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> T
     return combine(gathered, routing)  # [n, h]
 
 
-SCHEDULES: dict[str, Schedule] = {"baseline": baseline, "s1": s1, "s2": s2, "s1h": s1h, "s2h": s2h}
+SCHEDULES: dict[str, Schedule] = {
+    "baseline": baseline,
+    "deepspeed": deepspeed,
+    "s1": s1,
+    "s2": s2,
+    "s1h": s1h,
+    "s2h": s2h,
+}

@@ -91,6 +91,12 @@ def esp_reduce(partial: Buckets, ctx: ParallelContext) -> Flight:
     return PaddedFlight(start(partial, collective), _as_it_is)
 
 
+def esp_split(gathered: Buckets, ctx: ParallelContext) -> Tensor:
+    """ESP-Split: the part of this rank's own rows, `[esp*ep, e, c, h]` -> `[ep, e, c, h]`."""
+    assert isinstance(gathered, Tensor)
+    return gathered.view(ctx.esp.size, ctx.ep.size, *gathered.shape[1:])[ctx.esp.rank]
+
+
 def ep_send(part: Buckets, ctx: ParallelContext) -> Flight:
     """EP-AlltoAll there: `[E, c, h]` -> `[ep, e, c, h]`."""
     if isinstance(part, Packed):
