@@ -27,6 +27,7 @@ from megatron_parm.moe.steps import (
     esp_sum,
     mp_all_gather,
     mp_send,
+    mp_slice,
     mp_split,
     pipelined,
 )
@@ -92,7 +93,8 @@ def deepspeed(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int
     assert routing.slots is not None, "deepspeed drops MP duplicates along the slots and so needs a capacity"
     gathered = pipelined(
         dispatch(tokens, routing),  # [E, c, h]
-        lambda part: ep_send(mp_split(part, ctx, dim=1), ctx),  # [ep, e, c/tp, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_send(arrived(part), ctx),  # [ep, e, c/tp, h]
         lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c/tp, h]
         lambda spread: esp_reduce(block.experts(arrived(spread)), ctx),  # partial sums, added
         lambda summed: ep_return(esp_split(arrived(summed), ctx), ctx),  # [E, c/tp, h]
@@ -119,13 +121,15 @@ def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Te
 def s2(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
     """Pause MP after the gate, resume it before the combine. Routes and drops exactly as the baseline.
 
-    The last two stages are SAA: while the AlltoAll of one chunk runs, the chunk before it is gathered among MP peers.
+    Its end is SAA: while the AlltoAll of one chunk runs, the chunk before it is gathered among MP peers. Backward has
+    the same at its own end, the adjoint of the beginning.
     """
     routing = block.gate(tokens, padded=True, slots_multiple_of=ctx.tp.size, chunks=chunks)
     assert routing.slots is not None, "s2 cuts slots over MP and so needs a capacity"
     gathered = pipelined(
         dispatch(tokens, routing),  # [E, c, h]
-        lambda part: ep_esp_send(esp_replicate(mp_split(part, ctx, dim=1), ctx), ctx),  # [ep*esp, e, c/tp, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_esp_send(esp_replicate(arrived(part), ctx), ctx),  # [ep*esp, e, c/tp, h]
         lambda inbox: ep_esp_return(block.experts(arrived(inbox)), ctx),  # one esp-th of each sum
         lambda partial: mp_send(esp_sum(arrived(partial), ctx), ctx),  # [E, c/tp, h] -> [E, c, h]
         arrived,
@@ -155,7 +159,8 @@ def s2h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> T
     assert routing.slots is not None, "s2 cuts slots over MP and so needs a capacity"
     gathered = pipelined(
         dispatch(tokens, routing),  # [E, c, h]
-        lambda part: ep_send(mp_split(part, ctx, dim=1), ctx),  # [ep, e, c/tp, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_send(arrived(part), ctx),  # [ep, e, c/tp, h]
         lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c/tp, h]
         lambda spread: esp_collect(block.experts(arrived(spread)), ctx),  # partial sums -> [ep, e, c/tp, h]
         lambda summed: ep_return(arrived(summed), ctx),  # [E, c/tp, h]

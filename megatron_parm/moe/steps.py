@@ -19,6 +19,7 @@ from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.overlapped import (
     AllReduceSumming,
     AllToAll,
+    OwnSlice,
     Pending,
     ScatterSum,
     StackIdentical,
@@ -70,6 +71,14 @@ def mp_split(x: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
 def mp_all_gather(x: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
     """MP-AllGather: the slices joined, identical on MP peers from here on."""
     return collectives.all_gather(x, ctx.tp, dim)
+
+
+def mp_slice(slots: Buckets, ctx: ParallelContext) -> Flight:
+    """MP-Split along the slots: `[E, c, h]` -> `[E, c/tp, h]`. Only its adjoint, an MP-AllGather, is ever on the
+    wire.""" assert isinstance(slots, Tensor)
+    num_experts, num_slots, hidden = slots.shape
+    stack = slots.view(num_experts, ctx.tp.size, num_slots // ctx.tp.size, hidden).transpose(0, 1)
+    return PaddedFlight(start(stack, OwnSlice(ctx.tp)), _as_it_is)
 
 
 def mp_send(slots: Buckets, ctx: ParallelContext) -> Flight:

@@ -80,6 +80,21 @@ class StackIdentical:
 
 
 @dataclass(frozen=True)
+class OwnSlice:
+    """`stack[my rank]` of a stack that is identical on the axis: the adjoint of `StackIdentical`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """The own slice; nothing is sent."""
+        return transport.landed(x[self.axis.rank].contiguous())
+
+    def adjoint(self, gradient: Tensor) -> Flight:
+        """AllGather."""
+        return transport.start_gather_stack(gradient, self.axis)
+
+
+@dataclass(frozen=True)
 class StackSumming:
     """Every rank's tensor, stacked, for a result that each rank uses differently: `[axis, ...]`; gradients are
     summed."""
