@@ -74,8 +74,8 @@ def mp_all_gather(x: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
 
 
 def mp_slice(slots: Buckets, ctx: ParallelContext) -> Flight:
-    """MP-Split along the slots: `[E, c, h]` -> `[E, c/tp, h]`. Only its adjoint, an MP-AllGather, is ever on the
-    wire.""" assert isinstance(slots, Tensor)
+    """MP-Split along the slots: `[E, c, h]` -> `[E, c/tp, h]`. Only its adjoint, an AllGather, is ever on the wire."""
+    assert isinstance(slots, Tensor)
     num_experts, num_slots, hidden = slots.shape
     stack = slots.view(num_experts, ctx.tp.size, num_slots // ctx.tp.size, hidden).transpose(0, 1)
     return PaddedFlight(start(stack, OwnSlice(ctx.tp)), _as_it_is)
