@@ -110,10 +110,14 @@ def main(argv: Sequence[str]) -> int:
     if missing:
         say(missing)
         return 2
-    for folder in (options.log_dir, options.counters and options.counters.absolute().parent):
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-    folder = options.log_dir or Path(tempfile.mkdtemp(prefix="emulated_cluster_"))
+    try:
+        for wanted in (options.log_dir, options.counters and options.counters.absolute().parent):
+            if wanted:
+                wanted.mkdir(parents=True, exist_ok=True)
+        folder = options.log_dir or Path(tempfile.mkdtemp(prefix="emulated_cluster_"))
+    except OSError as error:
+        say(f"no folder for the logs or counters: {error}")
+        return 2
     with watch_signals() as signals:
         left = remove_leftovers()
         if left:

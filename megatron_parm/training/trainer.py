@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_parm import __version__
 from megatron_parm.config.run import to_dict
 from megatron_parm.data.batches import Batch
-from megatron_parm.errors import NonFiniteError
+from megatron_parm.errors import ConfigError, NonFiniteError
 from megatron_parm.observe.flops import throughput
 from megatron_parm.observe.memory import peak_memory
 from megatron_parm.observe.progress import Progress
@@ -25,6 +25,7 @@ from megatron_parm.observe.sinks import Recorder
 from megatron_parm.observe.timers import StepClock, device_synchroniser
 from megatron_parm.optim.clip import count_zeros, parameter_norm
 from megatron_parm.parallel import transport
+from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
 from megatron_parm.training.evaluate import evaluate
 from megatron_parm.training.progress_state import RunProgress
@@ -71,18 +72,17 @@ class Trainer:
         """Train, evaluate, save; ends with an evaluation of both held-out splits and a last checkpoint."""
         config, progress = self.run.config, self.progress
         last = config.train_iterations
+        self._prepare_save_folder()
         self._record_start()
-        self._clear_preempted_marker()
-        reason = "done"
-        if config.training.skip_train:
-            reason = "--skip-train: evaluated only"
-        elif progress.iteration >= last:
-            reason = f"nothing left to do: iteration {progress.iteration} of {last} was reached before"
-        else:
-            with self._stop.watching(is_enabled=config.training.exit_signal_handler):
-                reason = self._loop(last) or reason
-        if reason in ("done", "--skip-train: evaluated only") or progress.iteration >= last:
-            self._evaluate_at_the_end()
+        with self._stop.watching(is_enabled=config.training.exit_signal_handler):
+            if config.training.skip_train:
+                reason = "--skip-train: evaluated only"
+            elif progress.iteration >= last:
+                reason = f"nothing left to do: iteration {progress.iteration} of {last} was reached before"
+            else:
+                reason = self._loop(last) or "done"
+            if config.training.skip_train or progress.iteration >= last:
+                self._evaluate_at_the_end()
         self._record_end(reason)
 
     def _loop(self, last: int) -> str | None:
@@ -230,10 +230,23 @@ class Trainer:
         elif self.run.ctx.rank == 0:
             (Path(root) / PREEMPTED).write_text(f"{self.progress.iteration}\n")
 
-    def _clear_preempted_marker(self) -> None:
-        root = self.run.config.checkpoint.save
-        if root is not None and self.run.ctx.rank == 0:
-            (Path(root) / PREEMPTED).unlink(missing_ok=True)
+    def _prepare_save_folder(self) -> None:
+        """Make the folder, so that one that cannot be made is found now, and take the marker of an earlier stop away.
+
+        Raises ConfigError on all ranks.
+        """
+        save, ctx = self.run.config.checkpoint.save, self.run.ctx
+
+        def prepare() -> None:
+            if save is None or ctx.rank > 0:
+                return
+            try:
+                Path(save).mkdir(parents=True, exist_ok=True)
+                (Path(save) / PREEMPTED).unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--save {save}: {error.strerror}; name a folder that can be written") from None
+
+        on_all_ranks(ctx.world, prepare)
 
     def _record_start(self) -> None:
         run, choice = self.run, self.run.built.choice

@@ -3,7 +3,8 @@
 A run here is what `pretrain` does between joining the ranks and leaving them, on a context that the pool made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,23 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in {**tensors, **run.random_states.state_dict()}.items()}
 
 
-def run_training(ctx: ParallelContext, argv: list[str]) -> Outcome:
-    """Train as `pretrain` would; one of our errors ends it and is told in the outcome."""
+def run_training(ctx: ParallelContext, argv: list[str], fault: Callable[[int], Any] | None = None) -> Outcome:
+    """Train as `pretrain` would; one of our errors ends it and is told in the outcome.
+
+    `fault` makes, for this rank, a context manager under which the run goes on after it was assembled.
+    """
     said, outcome = Text(), Outcome()
+    trainer = None
     try:
         trainer = make_trainer(ctx, argv, outcome.events, said)
-        trainer.train()
-        outcome.state, outcome.progress = state_of(trainer), trainer.progress.to_state()
+        with nullcontext() if fault is None else fault(ctx.rank):
+            trainer.train()
     except MegatronParmError as error:
         outcome.error = type(error).__name__, error.exit_code, str(error)
     finally:
         torch.use_deterministic_algorithms(False)
+    if trainer is not None:
+        outcome.state, outcome.progress = state_of(trainer), trainer.progress.to_state()
     outcome.said = said.text
     return outcome
 

@@ -5,11 +5,11 @@ acknowledgements. A rank reads its own at any moment with `own_traffic`; the too
 """
 
 import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tools.cluster.network import run_iproute
 from tools.cluster.topology import INTER_LINK, RANK_LINK, Cluster
 
 INTERFACES = Path("/proc/net/dev")
@@ -82,8 +82,7 @@ def read_traffic(cluster: Cluster) -> ClusterTraffic:
 
 
 def _links(namespace: str) -> dict[str, LinkBytes]:
-    command = ["ip", "-n", namespace, "-s", "-j", "link", "show"]
-    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    shown = json.loads(run_iproute(["ip", "-n", namespace, "-s", "-j", "link", "show"]))
     return {
         link["ifname"]: LinkBytes(sent=link["stats64"]["tx"]["bytes"], received=link["stats64"]["rx"]["bytes"])
         for link in shown

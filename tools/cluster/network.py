@@ -32,6 +32,12 @@ def what_is_missing() -> str | None:
         return "it makes network namespaces, so it needs root: run it with sudo or in a privileged container"
     if lacking:
         return f"it needs iproute2, and {' and '.join(lacking)} cannot be found: apt-get install iproute2"
+    trial = f"{PREFIX}-{own_name()}-trial"
+    try:
+        run_iproute(["ip", "netns", "add", trial])
+        run_iproute(["ip", "netns", "del", trial])
+    except NetworkError as error:
+        return f"root may not make network namespaces here (in a container: start it with --privileged): {error}"
     return None
 
 
@@ -53,7 +59,7 @@ def own_name() -> str:
 def build(cluster: Cluster) -> None:
     """Make every namespace, link and limit. Raises NetworkError; what was made until then is left to `remove`."""
     _batch("ip", topology.namespace_lines(cluster))
-    _run(["ip", "netns", "exec", cluster.switch, "sh", "-c", topology.SETTLE_SWITCH])
+    run_iproute(["ip", "netns", "exec", cluster.switch, "sh", "-c", topology.SETTLE_SWITCH])
     _batch("ip", topology.switch_lines(cluster), cluster.switch)
     _batch("tc", topology.switch_buckets(cluster), cluster.switch)
 
@@ -103,13 +109,18 @@ def _is_orphan(name: str) -> bool:
 def _batch(program: str, lines: Iterable[str], namespace: str | None = None) -> None:
     """Feed lines to `ip -batch` or `tc -batch`."""
     place = ["-n", namespace] if namespace else []
-    _run([program, *place, "-batch", "-"], "".join(f"{line}\n" for line in lines))
+    run_iproute([program, *place, "-batch", "-"], "".join(f"{line}\n" for line in lines))
 
 
-def _run(command: list[str], text: str = "") -> None:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+def run_iproute(command: list[str], text: str = "") -> str:
+    """Run a command of iproute2 with `text` as its input; returns what it printed. Raises NetworkError.
+
+    It has a session of its own, for Ctrl-C in a terminal must not break the removal of the network.
+    """
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode != 0:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         found = re.search(r"Command failed -:(\d+)", words)
         step = text.splitlines()[int(found[1]) - 1] if found else ""
         raise NetworkError(f"`{' '.join([*command[:3], step]).strip()}` failed: {words}")
+    return done.stdout

@@ -94,11 +94,13 @@ class Ranks:
         self._pipes: dict[int, Callable[[], None]] = {}
 
     def start(self, command: list[str]) -> None:
-        """Start every rank; each dies with the tool, should that be killed."""
+        """Start every rank, as long as no signal stops it; each dies with the tool, should that be killed."""
         self._selector.register(self.signals.fd, selectors.EVENT_READ, self.signals.drain)
         setpriv = shutil.which("setpriv")
         bound = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
         for rank in range(self.cluster.world):
+            if self.signals.received:
+                return
             with log_path(self.folder, rank).open("wb") as log:
                 process = subprocess.Popen(
                     bound + rank_command(self.cluster, rank, command),

@@ -9,6 +9,9 @@ A token bucket limits both directions of every link: eth0 and r0 at the rank's r
 What a rank exchanges with other nodes passes `inter0`, a second interface on top of eth0 (a macvlan with an address of
 its own on the wire, none of IP), before it enters eth0's bucket. So the kernel itself counts the bytes between nodes,
 and the rank can read them at any moment. Neighbour tables are fixed: no ARP is sent.
+
+Measured on two busy cores: 4 MB between two sockets pass 1gbit at 998 and 300mbit at 299 Mbit/s; gloo's AlltoAll on
+2 x 4 ranks fills the uplinks to 298; a message of up to 16 KB and its answer take 0.10 to 0.15 ms over an idle link.
 """
 
 import re
