@@ -59,6 +59,8 @@ def announce(parts: list[Buckets], axis: Axis) -> list[Buckets]:
     if not isinstance(parts[0], Packed):
         return parts
     packed = [part for part in parts if isinstance(part, Packed)]
+    if axis.size == 1:
+        return [replace(part, loads=part.counts) for part in packed]
     mine = torch.tensor([part.counts[0] for part in packed], device=packed[0].rows.device)  # [chunks, E]
     everyone = transport.gather_stack(mine, axis).transpose(0, 1).tolist()  # [chunks][axis][E]
     return [
@@ -71,9 +73,9 @@ def combine(parts: Sequence[Buckets], routing: Routing) -> Tensor:
     """Expert outputs back to tokens: sum over k of weight * row, `[n, h]`. A dropped choice adds nothing."""
     flat = [part.rows if isinstance(part, Packed) else part.flatten(0, 1) for part in parts]
     rows = flat[0] if len(flat) == 1 else torch.cat(flat)
-    row = torch.where(routing.kept, routing.row, 0)
     if rows.shape[0] == 0:
-        return rows.new_zeros(row.shape[0], rows.shape[1]) + rows.sum() + routing.weight.sum().to(rows.dtype)
+        rows = rows.sum(0, keepdim=True)  # one row of zeros through which backward goes as on every other rank
+    row = torch.where(routing.kept, routing.row, 0)
     chosen = rows.index_select(0, row.flatten()).view(*row.shape, rows.shape[1])  # [n, k, h]
     weight = routing.weight.to(rows.dtype).unsqueeze(1)  # [n, 1, k]
     return torch.bmm(weight, chosen).squeeze(1)  # [n, h]

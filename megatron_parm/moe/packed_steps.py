@@ -96,7 +96,7 @@ def esp_collect(part: Packed, ctx: ParallelContext) -> PackedFlight:
     own = send[ctx.esp.rank]
 
     def unpack(rows: Tensor) -> Packed:
-        return replace(part, rows=rows.view(esp, own, rows.shape[1]).sum(0), counts=blocks[ctx.esp.rank])
+        return replace(part, rows=_added(rows, esp), counts=blocks[ctx.esp.rank])
 
     return _flight(part.rows, ctx.esp, send, [own] * esp, unpack)
 
@@ -104,6 +104,8 @@ def esp_collect(part: Packed, ctx: ParallelContext) -> PackedFlight:
 def esp_replicate(part: Packed, ctx: ParallelContext) -> Packed:
     """One block of E -> ep * esp blocks of e, each owner's rows once for every shard."""
     owned = _by_owner(part, ctx.ep)
+    if ctx.esp.size == 1:
+        return replace(part, counts=owned)
     blocks = torch.split(part.rows, [sum(block) for block in owned])
     return replace(
         part,
@@ -129,8 +131,17 @@ def ep_esp_return(part: Packed, ctx: ParallelContext) -> PackedFlight:
 
 def esp_sum(part: Packed, ctx: ParallelContext) -> Packed:
     """ep * esp blocks -> one block of E, the shards of each owner added."""
-    esp, hidden = ctx.esp.size, part.rows.shape[1]
+    esp = ctx.esp.size
+    counts = (tuple(count for block in part.counts[::esp] for count in block),)
+    if esp == 1:
+        return replace(part, counts=counts)
     sizes = [sum(part.splits[at : at + esp]) for at in range(0, len(part.counts), esp)]
-    sums = [block.view(esp, -1, hidden).sum(0) if block.shape[0] else block for block in torch.split(part.rows, sizes)]
-    counts = tuple(count for block in part.counts[::esp] for count in block)
-    return replace(part, rows=torch.cat(sums), counts=(counts,))
+    sums = [_added(block, esp) for block in torch.split(part.rows, sizes)]
+    return replace(part, rows=torch.cat(sums), counts=counts)
+
+
+def _added(rows: Tensor, copies: int) -> Tensor:
+    """The sum of `copies` equal runs of rows."""
+    if copies == 1:
+        return rows
+    return rows.view(copies, rows.shape[0] // copies, rows.shape[1]).sum(0)

@@ -90,12 +90,12 @@ def place(
     up so that each chunk has a multiple of `slots_multiple_of`.
     """
     counts = count_values(expert, num_experts)
-    segment = torch.arange(segments, device=expert.device).repeat_interleave(expert.numel() // segments)
-    owner = expert.flatten() * segments + segment  # [n * k]
     if capacity is None:
         kept = torch.ones_like(expert, dtype=torch.bool)
         row = _packed_rows(expert, counts, chunks)
         return Routing(expert, row, weight, kept, counts, counts, None, segments, chunks)
+    segment = torch.arange(segments, device=expert.device).repeat_interleave(expert.numel() // segments)
+    owner = expert.flatten() * segments + segment  # [n * k]
     slot = _slots(owner, weight, num_experts * segments, policy)
     kept = (slot < capacity).view_as(expert)
     kept_or_none = torch.where(kept, expert, num_experts)

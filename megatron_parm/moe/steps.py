@@ -162,5 +162,7 @@ def esp_sum(returned: Buckets, ctx: ParallelContext) -> Buckets:
     """Local combine: the sum of the ESP shards' parts, `[ep*esp, e, c, h]` -> `[E, c, h]`."""
     if isinstance(returned, Packed):
         return packed_steps.esp_sum(returned, ctx)
+    if ctx.esp.size == 1:
+        return returned.flatten(0, 1)  # [E, c, h]
     parts = returned.view(ctx.ep.size, ctx.esp.size, *returned.shape[1:])  # [ep, esp, e, c, h]
     return parts.sum(1).flatten(0, 1)  # [E, c, h]
