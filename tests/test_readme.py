@@ -1,0 +1,208 @@
+"""The documents say what is so: their commands parse, the files they name exist, their tables are those of the code.
+
+References: the parsers of the entrances, settings classes, errors, records and sources. Nothing is trained.
+"""
+
+import importlib
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron_parm import errors
+from megatron_parm.config.fields import Flag, flags_of
+from megatron_parm.config.moe import MoEConfig
+from megatron_parm.config.parser import parse_run_config
+from megatron_parm.config.run import check_run
+from megatron_parm.errors import ConfigError, MegatronParmError
+from megatron_parm.moe.cost import PUBLISHED, Line
+from megatron_parm.observe.json_lines import as_event
+from megatron_parm.training import entrance
+from tests.observe.fixtures import END, SAVE, START, TRAIN, VALID
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/parm.md", "docs/flags.md", "requirements-gpu.txt")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PARM = (ROOT / "docs/parm.md").read_text(encoding="utf-8")
+TRAINING = "pretrain_gpt.py"
+OUR_PATHS = re.compile(r"(?:\.ci|tools|examples|tests|docs|megatron_parm|requirements)[\w./-]*\.\w+|pretrain_\w+\.py")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a document."""
+
+    document: str
+    language: str
+    text: str
+
+
+def _blocks(language: str) -> list[Block]:
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+    return [
+        Block(name, found[1], found[2])
+        for name in DOCUMENTS
+        for found in fence.finditer((ROOT / name).read_text(encoding="utf-8"))
+        if found[1] == language
+    ]
+
+
+def _commands() -> Iterator[tuple[str, list[str]]]:
+    for block in _blocks("bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "--" in words:  # the emulated cluster, and what runs on it
+                place = words.index("--")
+                words, guest = words[:place], words[place + 1 :]
+                sizes = dict(pairwise(words))
+                launcher = f"torchrun --nnodes {sizes['--nodes']} --nproc-per-node {sizes['--ranks-per-node']}"
+                yield block.document, [*launcher.split(), *guest]
+            if words:
+                yield block.document, words
+
+
+COMMANDS = [pytest.param(words, id=f"{document}-{' '.join(words)[:60]}") for document, words in _commands()]
+
+
+def _script_of(words: list[str]) -> int:
+    """The place of the script in a command."""
+    return next(place for place, word in enumerate(words) if re.search(r"\.(py|sh)$", word))
+
+
+def _world_of(words: list[str]) -> int:
+    """The ranks that the launcher in front of the script starts; its flags must be torchrun's."""
+    if words[0] != "torchrun":
+        return 1
+    launcher = get_args_parser().parse_args(words[1:])
+    most_nodes = launcher.nnodes.split(":")[-1]
+    return int(launcher.nproc_per_node) * int(most_nodes)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_names_files_that_exist_and_flags_that_are_known(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training command must be a valid configuration for its number of ranks."""
+    assert words[0] in ("bash", "python", "torchrun")
+    place = _script_of(words)
+    script, arguments = words[place], words[place + 1 :]
+    assert (ROOT / script).is_file(), script
+    world = _world_of(words)
+    if script == TRAINING:
+        for block in _blocks("yaml"):
+            (tmp_path / block.text.split("\n")[0].removeprefix("# ")).write_text(block.text)
+        monkeypatch.chdir(tmp_path)
+        config, notes = parse_run_config(arguments)
+        check_run(config, world)
+        assert notes == []
+    elif script.endswith(".py"):
+        main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit):
+            main(*[["--help"]] * len(inspect.signature(main).parameters))
+        shown = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+        assert {word for word in arguments if word.startswith("--")} <= shown
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    """The blocks are found at all, and every tool is shown or named somewhere."""
+    scripts = {words[_script_of(words)] for _, words in _commands()}
+    tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
+    assert {TRAINING, "examples/quickstart.sh", "tests/run.sh"} <= scripts
+    assert {tool for tool in tools - scripts if not any(tool in text for text in (README, CONTRIBUTING))} == set()
+    assert {1, 8, 32} <= {_world_of(words) for _, words in _commands()}
+
+
+@pytest.mark.parametrize("flag", ["--num-expert 8", "--expert-model-parallel-size 3"])
+def test_a_wrong_command_would_be_found(flag: str) -> None:
+    words = next(words for _, words in _commands() if TRAINING in words and "--config" not in words)
+    with pytest.raises(ConfigError):
+        check_run(parse_run_config([*words[_script_of(words) + 1 :], *flag.split()])[0], _world_of(words))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_paths_and_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    for target in links:
+        assert ((ROOT / name).parent / target).exists(), target
+    for path in OUR_PATHS.findall(text):
+        assert (ROOT / path).exists(), path
+    rooms = [room.name for room in (ROOT / "megatron_parm").iterdir() if room.is_dir()]
+    for path in re.findall(rf"`((?:{'|'.join(rooms)})/\w+\.py)`", text):
+        assert (ROOT / "megatron_parm" / path).exists(), path
+    anchors = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.+)$", text, re.M)]
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= set(anchors)
+
+
+def _rows(text: str, heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, without its head."""
+    section = re.split(r"\n##+ ", re.split(rf"\n##+ {heading}\n", text)[1])[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")][1:]
+
+
+def _default_of(flag: Flag) -> str:
+    return re.sub(r"^(0 = \w+; )?default:? ", "", flag.help_line().rpartition(" (")[2].removesuffix(")"))
+
+
+def test_the_moe_table_is_that_of_the_settings() -> None:
+    found = [(row[0].strip("`"), row[1]) for row in _rows(README, "Flags of the MoE part")]
+    assert found == [(flag.spelling, _default_of(flag)) for flag in flags_of(MoEConfig)]
+
+
+def test_every_exit_code_is_listed() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MegatronParmError)]
+    codes = {kind.exit_code for kind in kinds} | {0}
+    codes |= {value for name, value in vars(entrance).items() if name.startswith("EXIT_")}
+    assert [int(row[0]) for row in _rows(README, "Exit codes of a worker")] == sorted(codes)
+
+
+def test_every_field_of_the_json_log_is_listed() -> None:
+    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in _rows(README, "The JSON log")}
+    assert set(listed) == {"start", "train", "valid", "save", "end"}
+    inner = {"config", "predicted_ms", "spans_ms"}  # objects whose keys are not fixed
+    for record in (START, TRAIN, VALID, SAVE, END):
+        event = as_event(record)
+        names = set(event) - {"event"}
+        for name, value in event.items():
+            if isinstance(value, dict) and name not in inner:
+                names |= set(value)
+        assert names - {"spans_ms"} <= listed[str(event["event"])], event["event"]
+
+
+def test_the_sections_of_the_paper_that_the_sources_cite_are_there() -> None:
+    cited: set[int] = set()
+    for path in (ROOT / "megatron_parm").rglob("*.py"):
+        for first, last in re.findall(r"parm\.md\s+sections? (\d)[^.\n]*?(?:(?:and|to) (\d))?", path.read_text()):
+            cited |= {int(first), int(last or first)}
+    assert cited and cited <= {int(number) for number in re.findall(r"^## (\d)\. ", PARM, re.M)}
+
+
+@pytest.mark.parametrize("heading", ["baseline", "S1", "S2"])
+def test_each_step_of_the_paper_is_a_line_of_the_schedule(heading: str) -> None:
+    source = (ROOT / "megatron_parm/moe/schedules.py").read_text(encoding="utf-8")
+    body = source.partition(f"\ndef {heading.lower()}(")[2].partition("\n\n\n")[0]
+    code = [line.split("  #")[0].strip() for line in body.splitlines()[2:]]
+    expected = [line for line in code if line and not line.startswith("assert")]
+    assert [row[1].strip("`") for row in _rows(PARM, heading)] == expected
+
+
+def test_the_constants_of_the_cost_model_are_those_of_the_code() -> None:
+    lines = PARM.partition("| operation | alpha, ms |")[2].splitlines()[2:6]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {name: Line(float(alpha), float(beta)) for name, alpha, beta in cells}
+    assert found == {
+        "AlltoAll": PUBLISHED.all_to_all,
+        "AllGather": PUBLISHED.all_gather,
+        "ReduceScatter": PUBLISHED.reduce_scatter,
+        "experts": PUBLISHED.experts,
+    }
