@@ -264,7 +264,6 @@ _MOE: dict[str, Entry] = (
         "not in this release; leave it out for the router's own choice",
         "moe-router-force-load-balancing moe-enable-routing-replay moe-routing-trace-path",
     )
-    | _refused("the calibrated cost model is not in this release; auto uses published constants", "moe-cost-model")
 )
 
 _DATA: dict[str, Entry] = (

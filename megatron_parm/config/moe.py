@@ -86,6 +86,11 @@ class MoEConfig:
         none_means="1 for a fixed schedule, auto for auto",
         read=_read_pipeline_chunks,
     )
+    moe_cost_model: str | None = flag(
+        None,
+        help="JSON file of measured link and expert speeds for auto; what it lacks is measured at the start and added",
+        none_means="published constants of a GPU cluster",
+    )
     bp_pipeline_degree: int | None = flag(
         None,
         help="FSMoE's chunks of the backward pass; must equal --pipeline-degree",

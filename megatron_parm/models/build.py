@@ -13,7 +13,7 @@ from megatron_parm.models.block import make_feed_forward
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.moe.choose import Choice, choose
-from megatron_parm.moe.cost import PUBLISHED, LayerShape
+from megatron_parm.moe.cost import PUBLISHED, CostModel, LayerShape
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate, GateSettings
 from megatron_parm.moe.layer import MoELayer
@@ -53,15 +53,21 @@ class BuiltModel:
 
 
 def build_gpt(
-    config: RunConfig, vocab_size: int, padded_vocab_size: int, ctx: ParallelContext, generator: torch.Generator
+    config: RunConfig,
+    vocab_size: int,
+    padded_vocab_size: int,
+    ctx: ParallelContext,
+    generator: torch.Generator,
+    cost_model: CostModel = PUBLISHED,
 ) -> BuiltModel:
     """The GPT of a resolved `config`, the same weights on every layout. Call on all ranks.
 
-    `generator` is the stream of dropout on activations that are identical on tp.
+    `generator` is the stream of dropout on activations that are identical on tp. The MoE layers get the schedule of
+    least cost by `cost_model`, or the one of the flags.
     """
     shape = model_shape(config, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
-    choice = choose_schedule(config, ctx)
+    choice = choose_schedule(config, ctx, cost_model)
     scale, record = BackwardScale(), RoutingRecord()
     pattern = config.moe_layers
 
@@ -107,7 +113,7 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
     )
 
 
-def choose_schedule(config: RunConfig, ctx: ParallelContext) -> Choice | None:
+def choose_schedule(config: RunConfig, ctx: ParallelContext, cost_model: CostModel = PUBLISHED) -> Choice | None:
     """The schedule of the MoE layers and why; None for a dense model. Needs no communication."""
     if config.moe is None:
         return None
@@ -127,7 +133,7 @@ def choose_schedule(config: RunConfig, ctx: ParallelContext) -> Choice | None:
         ep=ctx.ep.size,
         esp=ctx.esp.size,
     )
-    return choose(shape, PUBLISHED, config.moe.moe_schedule, config.moe.pipeline_chunks)
+    return choose(shape, cost_model, config.moe.moe_schedule, config.moe.pipeline_chunks)
 
 
 def _initialiser(config: RunConfig) -> Initialiser:

@@ -32,13 +32,16 @@ class Line:
 class CostModel:
     """A line per collective and axis (`all_to_all/ep`), one for the experts, and which axes cross nodes.
 
-    A collective without a line of its own on an axis has the line under its bare name. step_ms: what a forward and
-    backward costs besides (gate, dispatch, combine), and chunk_ms what each further chunk adds in program time.
+    A collective without a line of its own on an axis has the line under its bare name. links_hidden, processor_hidden:
+    the share of a chunk's work on other links, and of its experts, that is hidden behind the busiest resource. step_ms:
+    what a forward and backward costs besides (gate, dispatch, combine); chunk_ms: what each further chunk adds to it.
     """
 
     source: str
     lines: Mapping[str, Line]
     crossing: frozenset[str] = frozenset({"ep", "ep_esp"})
+    links_hidden: float = 1.0
+    processor_hidden: float = 1.0
     step_ms: float = 0.0
     chunk_ms: float = 0.0
 
@@ -229,7 +232,18 @@ def _pass_ms(stages: Plan, chunks: int, model: CostModel) -> float:
     for stage in stages.chunked:
         resource = "processor" if stage.operation == "experts" else "between" if _crosses(stage, model) else "inside"
         busy[resource] = busy.get(resource, 0.0) + _stage_ms(stage, chunks, model)
-    return once + sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
+    return once + sum(busy.values()) + (chunks - 1) * _chunk_ms(busy, model)
+
+
+def _chunk_ms(busy: Mapping[str, float], model: CostModel) -> float:
+    """The pace of the chunks after the first: the busiest resource, and what the others cannot hide behind it."""
+    busiest = max(busy, key=lambda resource: busy[resource])
+    pace = busy[busiest]
+    for resource, time in busy.items():
+        if resource != busiest:
+            is_link_pair = "processor" not in (resource, busiest)
+            pace += (1 - (model.links_hidden if is_link_pair else model.processor_hidden)) * time
+    return pace
 
 
 def _crosses(stage: Stage, model: CostModel) -> bool:
