@@ -23,7 +23,8 @@ class Routing:
     expert, row, kept: `[n, k]`; weight: `[n, k]`, zero where dropped, carries the gradient to the gate. `row` is
     `num_rows` (one past the end) for a dropped choice. counts: `[E]` choices of each expert before drops; kept_counts:
     `[E]` after. slots: rows of an expert in one chunk for each segment, None where the buckets are packed. segments:
-    source ranks whose tokens are routed side by side.
+    source ranks whose tokens are routed side by side. num_rows: rows of all buckets; of packed ones an upper bound that
+    needs no look at the device.
     """
 
     expert: Tensor
@@ -35,13 +36,7 @@ class Routing:
     slots: int | None
     segments: int
     chunks: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all buckets; of packed ones an upper bound that needs no look at the device."""
-        if self.slots is None:
-            return self.row.numel()
-        return self.chunks * self.counts.shape[0] * self.segments * self.slots
+    num_rows: int
 
     def of_segment(self, segment: int) -> "Routing":
         """The routing of one source rank's tokens; rows still point into the buckets of all segments."""
@@ -93,7 +88,7 @@ def place(
     if capacity is None:
         kept = torch.ones_like(expert, dtype=torch.bool)
         row = _packed_rows(expert, counts, chunks)
-        return Routing(expert, row, weight, kept, counts, counts, None, segments, chunks)
+        return Routing(expert, row, weight, kept, counts, counts, None, segments, chunks, row.numel())
     segment = torch.arange(segments, device=expert.device).repeat_interleave(expert.numel() // segments)
     owner = expert.flatten() * segments + segment  # [n * k]
     slot = _slots(owner, weight, num_experts * segments, policy)
@@ -102,13 +97,14 @@ def place(
     kept_counts = count_values(kept_or_none, num_experts + 1)[:-1]
     if not padded:
         row = torch.where(kept, _packed_rows(kept_or_none, kept_counts, chunks), expert.numel())
-        return Routing(expert, row, weight * kept, kept, counts, kept_counts, None, segments, chunks)
+        return Routing(expert, row, weight * kept, kept, counts, kept_counts, None, segments, chunks, row.numel())
     per_chunk = -(-capacity // (slots_multiple_of * chunks)) * slots_multiple_of
     owners = num_experts * segments
     chunk, within = slot // per_chunk, slot % per_chunk
     row = ((chunk * owners + owner) * per_chunk + within).view_as(expert)
-    row = torch.where(kept, row, chunks * owners * per_chunk)
-    return Routing(expert, row, weight * kept, kept, counts, kept_counts, per_chunk, segments, chunks)
+    num_rows = chunks * owners * per_chunk
+    row = torch.where(kept, row, num_rows)
+    return Routing(expert, row, weight * kept, kept, counts, kept_counts, per_chunk, segments, chunks, num_rows)
 
 
 def _packed_rows(expert: Tensor, counts: Tensor, chunks: int) -> Tensor:
