@@ -67,8 +67,13 @@ def _settle(text: str, environment: LaunchEnvironment, store: dist.Store, echo: 
         arrived = store.add("failure/arrived", 0)
     causes = {r: store.get(f"failure/cause/{r}").decode() for r in range(world) if store.check([f"failure/cause/{r}"])}
     if echo:
-        return not causes and store.add("failure/spoken", 1) == 1, f"[rank {rank}] "
-    alike = [r for r, other in causes.items() if other == text]
-    if len(alike) == world:
-        return rank == 0, ""
-    return rank == alike[0], f"[rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}] "
+        answer = not causes and store.add("failure/spoken", 1) == 1, f"[rank {rank}] "
+    else:
+        alike = [r for r, other in causes.items() if other == text]
+        named = f"[rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}] "
+        answer = rank == alike[0], "" if len(alike) == world else named
+    read = store.add("failure/read", 1)
+    while rank == 0 and read < arrived and time.monotonic() < deadline:  # rank 0 may serve the store: it leaves last
+        time.sleep(0.02)
+        read = store.add("failure/read", 0)
+    return answer

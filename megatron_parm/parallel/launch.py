@@ -128,12 +128,17 @@ def _within(timeout: timedelta, action: Callable[[], T]) -> T:
 def check_fingerprint(values: Mapping[str, str], environment: LaunchEnvironment, store: dist.Store | None) -> None:
     """Compare `values` (flag -> value) over all ranks, before any group exists.
 
-    Call on all ranks. Raises LayoutError on every rank, naming each flag that differs with the ranks and their
-    values, or a rank that did not come within the store's timeout.
+    Call once on all ranks. Raises LayoutError on every rank, naming each flag that differs with the ranks and their
+    values, or a rank that did not come within the store's timeout; and on a rank that came to another run's store.
     """
     if store is None:
         return
     try:
+        if store.add(f"came/{environment.rank}", 1) > 1:
+            raise LayoutError(
+                f"another rank {environment.rank} has come to {environment.address}:{environment.port} before: another "
+                "run uses this port; start torchrun with --standalone or another --master-port"
+            )
         store.set(f"fingerprint/{environment.rank}", json.dumps(dict(values)))
         if environment.rank == 0:
             store.set("verdict", _compare_fingerprints(environment.world, store))

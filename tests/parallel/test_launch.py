@@ -239,3 +239,24 @@ def _groups(ctx: ParallelContext) -> tuple[int, int]:
 def test_axes_over_the_same_ranks_share_a_group(pools: Pools) -> None:
     """tp = esp = 2 and ep = 2 on 4 ranks: tp and esp share two groups, dp and ep two, world, stage and ep_esp one."""
     assert pools.run(Layout(4, tp=2, esp=2, ep=2), _groups) == [(5, 0)] * 4
+
+
+def _come_again(ctx: ParallelContext, port: int) -> str:
+    here = environment(ctx.rank, ctx.world.size, port)
+    store = launch.open_store(here, PATIENCE)
+    launch.check_fingerprint({}, here, store)
+    try:
+        launch.check_fingerprint({}, here, launch.open_store(here, PATIENCE))
+    except LayoutError as error:
+        return str(error)
+    finally:
+        transport.barrier(ctx.world)  # rank 0 serves the store
+    return ""
+
+
+def test_a_rank_that_comes_to_the_store_of_another_run_leaves_at_once(pools: Pools) -> None:
+    """FC-40: rank 0 of a second run finds the port taken, the others would find the first run's store."""
+    port = free_port()
+    for rank, message in enumerate(pools[2].run(_come_again, port)):
+        for phrase in (f"another rank {rank}", f"127.0.0.1:{port}", "--master-port"):
+            assert phrase in message
