@@ -135,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = (flags.seq, flags.batch, flags.hidden)
         x = torch.randn(shape, generator=generator).to(device).requires_grad_()
         gradient = torch.randn(shape, generator=generator).to(device)
-        candidates = [
-            Candidate(s, int(c)) for s in flags.schedules.split(",") for c in flags.chunks.split(",")
-        ]
+        candidates = [Candidate(s, int(c)) for s in flags.schedules.split(",") for c in flags.chunks.split(",")]
         times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
         for iteration in range(flags.warmup + flags.iters):
             for candidate in candidates:
@@ -148,8 +146,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = []
             for candidate, values in times.items():
                 tenths = quantiles(values, n=10) if len(values) > 1 else values * 9
-                print(f"{candidate!s:14} median {median(values):8.1f} ms   p10 {tenths[0]:8.1f}   p90 {tenths[-1]:8.1f}", flush=True)
-                results.append({"schedule": candidate.schedule, "chunks": candidate.chunks, "median_ms": median(values), "p10_ms": tenths[0], "p90_ms": tenths[-1]})
+                print(
+                    f"{candidate!s:14} median {median(values):8.1f} ms   p10 {tenths[0]:8.1f}   p90 {tenths[-1]:8.1f}",
+                    flush=True,
+                )
+                results.append(
+                    {
+                        "schedule": candidate.schedule,
+                        "chunks": candidate.chunks,
+                        "median_ms": median(values),
+                        "p10_ms": tenths[0],
+                        "p90_ms": tenths[-1],
+                    }
+                )
             if flags.json:
                 Path(flags.json).write_text(json.dumps({"results": results}, indent=1))
         launch.shutdown(ctx)
