@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def build_layer(flags: argparse.Namespace, ctx: ParallelContext) -> MoELayer:
         router_dtype=torch.float32,
     )
     initialiser = Initialiser("normal", 0.02)
-    made = {"dtype": torch.float32, "device": ctx.device}
+    made: dict[str, Any] = {"dtype": torch.float32, "device": ctx.device}
     gate = Gate(
         flags.hidden,
         settings,
