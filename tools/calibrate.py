@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Measure the links and the experts of a cluster for `--moe-schedule auto`, and keep them in a file.
 
-    torchrun --nproc-per-node 8 tools/calibrate.py --moe-cost-model cluster.json --hidden-size 1024 --ffn-hidden-size
-    4096 \\ --num-experts 8 --tensor-model-parallel-size 4 --expert-model-parallel-size 2
-    --expert-tensor-parallel-size 4
+    torchrun --nproc-per-node 8 tools/calibrate.py --moe-cost-model cluster.json --hidden-size 1024 --seq-length 2048 \
+        --ffn-hidden-size 4096 --num-experts 8 --tensor-model-parallel-size 4 --expert-model-parallel-size 2
 
-Training with the same file then chooses by it. An entry is good for the cluster (nodes and ranks on each) and the
-layout.
+Training with the same file then chooses by it. An entry is good for the cluster (nodes and ranks on each), the layout
+and layers of about this size.
 """
 
 import argparse
@@ -19,7 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_parm.moe.calibrate import ExpertShape, cluster_key, keep_model, measure
+from megatron_parm.moe.calibrate import cluster_key, keep_model, measure
+from megatron_parm.moe.cost import LayerShape
 from megatron_parm.observe.timers import device_synchroniser
 from megatron_parm.parallel import launch
 from megatron_parm.parallel.agreement import on_all_ranks
@@ -38,6 +38,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, required=True, help="width of the residual stream")
     parser.add_argument("--ffn-hidden-size", type=int, required=True, help="width of one expert")
     parser.add_argument("--num-experts", type=int, required=True, help="experts of a layer")
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a sample")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a micro-batch (default: 1)")
+    parser.add_argument("--topk", type=int, default=2, help="experts a token is sent to (default: 2)")
     parser.add_argument("--swiglu", action="store_true", help="gated experts: three products")
     parser.add_argument("--bf16", action="store_true", help="bf16 products (default: fp32)")
     return parser.parse_args(argv)
@@ -57,15 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             environment.world, tp=flags.tensor_model_parallel_size, ep=flags.expert_model_parallel_size, esp=esp
         )
         ctx = launch.start(grid, environment, store, device, backend, timeout)
-        shape = ExpertShape(
-            num_local=flags.num_experts // ctx.ep.size,
+        dtype = torch.bfloat16 if flags.bf16 else torch.float32
+        shape = LayerShape(
+            num_tokens=flags.seq_length * flags.micro_batch_size,
             hidden_size=flags.hidden_size,
-            width=flags.ffn_hidden_size // ctx.esp.size,
+            ffn_hidden_size=flags.ffn_hidden_size,
+            num_experts=flags.num_experts,
+            topk=flags.topk,
+            capacity_factor=None,
+            min_capacity=1,
+            has_slots=False,
+            pads=False,
             matrices=3 if flags.swiglu else 2,
-            dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+            bytes_per_element=dtype.itemsize,
+            tp=ctx.tp.size,
+            ep=ctx.ep.size,
+            esp=ctx.esp.size,
         )
         key = cluster_key(ctx)
-        model = measure(shape, ctx, device_synchroniser(device))
+        model = measure(shape, ctx, dtype, device_synchroniser(device))
         on_all_ranks(ctx.world, lambda: keep_model(flags.moe_cost_model, key, model) if ctx.rank == 0 else None)
         if ctx.rank == 0:
             for name, line in model.lines.items():

@@ -117,23 +117,29 @@ def choose_schedule(config: RunConfig, ctx: ParallelContext, cost_model: CostMod
     """The schedule of the MoE layers and why; None for a dense model. Needs no communication."""
     if config.moe is None:
         return None
-    shape = LayerShape(
+    return choose(layer_shape(config, ctx), cost_model, config.moe.moe_schedule, config.moe.pipeline_chunks)
+
+
+def layer_shape(config: RunConfig, ctx: ParallelContext) -> LayerShape:
+    """One MoE layer of a model that has them, as the cost model sees it."""
+    moe = config.moe
+    assert moe is not None, "a dense model has no MoE layer"
+    return LayerShape(
         num_tokens=config.data.seq_length * config.training.micro_batch_size,
         hidden_size=config.model.hidden_size,
         ffn_hidden_size=config.expert_size,
-        num_experts=config.moe.num_experts,
-        topk=config.moe.moe_router_topk,
-        capacity_factor=config.moe.capacity_factor,
-        min_capacity=config.moe.moe_min_capacity,
-        has_slots=None not in (config.moe.capacity_factor, config.moe.eval_capacity_factor),
-        pads=config.moe.moe_pad_expert_input_to_capacity,
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        capacity_factor=moe.capacity_factor,
+        min_capacity=moe.moe_min_capacity,
+        has_slots=None not in (moe.capacity_factor, moe.eval_capacity_factor),
+        pads=moe.moe_pad_expert_input_to_capacity,
         matrices=1 + gates_of(ACTIVATIONS[config.model.activation]),
         bytes_per_element=DTYPES[config.training.precision].itemsize,
         tp=ctx.tp.size,
         ep=ctx.ep.size,
         esp=ctx.esp.size,
     )
-    return choose(shape, cost_model, config.moe.moe_schedule, config.moe.pipeline_chunks)
 
 
 def _initialiser(config: RunConfig) -> Initialiser:

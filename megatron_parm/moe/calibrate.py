@@ -8,7 +8,8 @@ Source: parm.md section 6.
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_parm.errors import DataError
-from megatron_parm.moe.cost import CostModel, Line
+from megatron_parm.moe.cost import CHUNK_COUNTS, CostModel, LayerShape, Line, predict
+from megatron_parm.moe.layer import MoELayer
+from megatron_parm.moe.probe import Pass, build_probe
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis, ParallelContext
 
@@ -34,17 +37,6 @@ COLLECTIVES: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class ExpertShape:
-    """What the product of a rank's experts is measured with."""
-
-    num_local: int
-    hidden_size: int
-    width: int
-    matrices: int
-    dtype: torch.dtype
-
-
 def fit(amounts: Sequence[float], times_ms: Sequence[float]) -> Line:
     """The least-squares line through the points; neither coefficient is below zero."""
     n = len(amounts)
@@ -58,8 +50,8 @@ def fit(amounts: Sequence[float], times_ms: Sequence[float]) -> Line:
     return Line(start, slope, 1 - missed / total if total > 0 else 1.0)
 
 
-def measure(shape: ExpertShape, ctx: ParallelContext, synchronise: Callable[[], None]) -> CostModel:
-    """The cost model of the groups of `ctx`. Call on all ranks; every rank gets the same one.
+def measure(shape: LayerShape, ctx: ParallelContext, dtype: torch.dtype, synchronise: Callable[[], None]) -> CostModel:
+    """The cost model of the groups of `ctx` for layers like `shape`. Call on all ranks; every rank gets the same one.
 
     `synchronise` waits for the device.
     """
@@ -75,15 +67,17 @@ def measure(shape: ExpertShape, ctx: ParallelContext, synchronise: Callable[[], 
             times.append(transport.max_over(elapsed, ctx.world).item())
         return median(times[1:])
 
+    layer = build_probe(shape, ctx, dtype)
     lines: dict[str, Line] = {}
     for collective, axis in COLLECTIVES:
         action = _collective(collective, ctx.axis(axis), ctx.device)
-        times = [timed(lambda size=size, action=action: action(size)) for size in SIZES_BYTES]  # type: ignore[misc]
+        times = [timed(partial(action, size)) for size in SIZES_BYTES]
         lines[f"{collective}/{axis}"] = fit(SIZES_BYTES, times)
-    experts = _experts(shape, ctx.device)
-    flops = [2.0 * rows * shape.matrices * shape.hidden_size * shape.width * shape.num_local for rows in ROWS]
-    lines["experts"] = fit(flops, [timed(lambda rows=rows: experts(rows)) for rows in ROWS])  # type: ignore[misc]
-    links, processor = _overlaps(ctx, experts, timed)
+    flops = [shape.expert_flops(rows) for rows in ROWS]
+    lines["experts"] = fit(flops, [timed(partial(_forward, layer, rows)) for rows in ROWS])
+    both = fit(flops, [timed(partial(_forward_and_backward, layer, rows)) for rows in ROWS])
+    lines["experts_backward"] = _second_of(lines["experts"], both)
+    links, processor = _overlaps(ctx, partial(_forward, layer, ROWS[-1]), timed)
     model = CostModel(
         source=f"measured on this cluster, {ctx.world.size} ranks",
         lines=lines,
@@ -91,7 +85,53 @@ def measure(shape: ExpertShape, ctx: ParallelContext, synchronise: Callable[[], 
         links_hidden=links,
         processor_hidden=processor,
     )
+    model = _with_the_rest(model, layer, shape, ctx, timed)
     return from_json(json.loads(transport.broadcast_text(json.dumps(to_json(model)), ctx.world)))
+
+
+def _inbox(layer: MoELayer, rows: int) -> Tensor:
+    """`rows` rows, spread evenly over this rank's experts: `[1, e, rows / e, h]`."""
+    weight = layer.experts.weight1
+    return torch.zeros(1, weight.shape[0], max(rows // weight.shape[0], 1), weight.shape[-1]).to(weight)
+
+
+def _forward(layer: MoELayer, rows: int) -> None:
+    with torch.no_grad():
+        layer.experts(_inbox(layer, rows))
+
+
+def _forward_and_backward(layer: MoELayer, rows: int) -> None:
+    inbox = _inbox(layer, rows).requires_grad_()
+    output = layer.experts(inbox)
+    assert isinstance(output, Tensor)
+    output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's
+
+
+def _second_of(first: Line, both: Line) -> Line:
+    """The line of backward per FLOP of backward (twice those of forward), from forward and both together."""
+    return Line(max(both.alpha - first.alpha, 0.0), max(both.beta - first.beta, 0.0) / 2, both.r2)
+
+
+def _with_the_rest(
+    model: CostModel,
+    layer: MoELayer,
+    shape: LayerShape,
+    ctx: ParallelContext,
+    timed: Callable[[Callable[[], object]], float],
+) -> CostModel:
+    """The model with what whole passes take beyond it: the gate, dispatch and combine, and the program itself."""
+    multiple = 2 * ctx.tp.size
+    sizes = [max(shape.num_tokens // part // multiple, 1) * multiple for part in (4, 2, 1)]
+    shapes = [replace(shape, num_tokens=size) for size in sizes]
+    missing = [
+        timed(partial(Pass(layer, like.num_tokens, ctx).run, "s1h", 1)) - predict("s1h", 1, like, model)
+        for like in shapes
+    ]
+    rest = fit([like.token_bytes for like in shapes], missing) if len(set(sizes)) > 1 else Line(missing[-1], 0.0)
+    model = replace(model, lines={**model.lines, "rest": Line(max(rest.alpha, 0.0), rest.beta, rest.r2)})
+    chunks, last = CHUNK_COUNTS[-1], shapes[-1]
+    further = timed(partial(Pass(layer, last.num_tokens, ctx).run, "s1h", chunks)) - predict("s1h", chunks, last, model)
+    return replace(model, chunk_ms=max(further / (chunks - 1), 0.0))
 
 
 def _collective(name: str, axis: Axis, device: torch.device) -> Callable[[int], object]:
@@ -111,21 +151,8 @@ def _collective(name: str, axis: Axis, device: torch.device) -> Callable[[int], 
     return run
 
 
-def _experts(shape: ExpertShape, device: torch.device) -> Callable[[int], Tensor]:
-    made: dict[str, Any] = {"dtype": shape.dtype, "device": device}
-    first = torch.randn(shape.num_local, shape.hidden_size, shape.width * (shape.matrices - 1), **made)
-    second = torch.randn(shape.num_local, shape.width, shape.hidden_size, **made)
-
-    def run(rows: int) -> Tensor:
-        x = torch.zeros(shape.num_local, rows, shape.hidden_size, **made)
-        hidden = torch.bmm(x, first)[..., : shape.width]
-        return torch.bmm(torch.nn.functional.gelu(hidden), second)
-
-    return run
-
-
 def _overlaps(
-    ctx: ParallelContext, experts: Callable[[int], Tensor], timed: Callable[[Callable[[], object]], float]
+    ctx: ParallelContext, experts: Callable[[], object], timed: Callable[[Callable[[], object]], float]
 ) -> tuple[float, float]:
     """The share of the shorter of two that is hidden when both run: (two links, a link and the processor)."""
     exchange = torch.zeros(ctx.ep.size, SIZES_BYTES[-1] // 4 // ctx.ep.size, device=ctx.device)
@@ -139,11 +166,11 @@ def _overlaps(
 
     def link_and_processor() -> None:
         flight = transport.start_exchange(exchange, ctx.ep)
-        experts(ROWS[-1])
+        experts()
         flight.land()
 
     gather_alone = timed(lambda: transport.gather_stack(gather, ctx.esp))
-    experts_alone = timed(lambda: experts(ROWS[-1]))
+    experts_alone = timed(experts)
 
     def hidden(first: float, second: float, together: float) -> float:
         return min(max((first + second - together) / max(min(first, second), 1e-6), 0.0), 1.0)
@@ -175,7 +202,6 @@ def to_json(model: CostModel) -> dict[str, Any]:
         "crossing": sorted(model.crossing),
         "links_hidden": model.links_hidden,
         "processor_hidden": model.processor_hidden,
-        "step_ms": model.step_ms,
         "chunk_ms": model.chunk_ms,
     }
 
@@ -184,7 +210,7 @@ def from_json(values: Any) -> CostModel:
     """The model that `to_json` gave. Raises DataError for anything else."""
     try:
         lines = {str(name): Line(*map(float, line)) for name, line in values["lines_ms"].items()}
-        numbers = {name: float(values[name]) for name in ("links_hidden", "processor_hidden", "step_ms", "chunk_ms")}
+        numbers = {name: float(values[name]) for name in ("links_hidden", "processor_hidden", "chunk_ms")}
         return CostModel(str(values["source"]), lines, frozenset(map(str, values["crossing"])), **numbers)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(

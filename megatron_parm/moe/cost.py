@@ -33,8 +33,9 @@ class CostModel:
     """A line per collective and axis (`all_to_all/ep`), one for the experts, and which axes cross nodes.
 
     A collective without a line of its own on an axis has the line under its bare name. links_hidden, processor_hidden:
-    the share of a chunk's work on other links, and of its experts, that is hidden behind the busiest resource. step_ms:
-    what a forward and backward costs besides (gate, dispatch, combine); chunk_ms: what each further chunk adds to it.
+    the share of a chunk's work on other links, and of its experts, that is hidden behind the busiest resource. A
+    line `rest` over the bytes of the tokens is what a forward and backward costs besides (gate, dispatch, combine), and
+    `experts_backward` the experts' backward where it was measured; chunk_ms is what each further chunk adds.
     """
 
     source: str
@@ -42,12 +43,16 @@ class CostModel:
     crossing: frozenset[str] = frozenset({"ep", "ep_esp"})
     links_hidden: float = 1.0
     processor_hidden: float = 1.0
-    step_ms: float = 0.0
     chunk_ms: float = 0.0
 
     def line(self, collective: str, axis: str) -> Line:
         """The line of a collective on an axis."""
         return self.lines.get(f"{collective}/{axis}") or self.lines[collective]
+
+    @property
+    def backward_products(self) -> Line:
+        """The line of the experts' backward."""
+        return self.lines.get("experts_backward") or self.lines["experts"]
 
 
 # 8 nodes x 4 RTX 2080 Ti, 100 Gb/s InfiniBand, PCIe 3; FSMoE (ASPLOS 2025), figure 5.
@@ -219,18 +224,20 @@ def predict(schedule: str, chunks: int, shape: LayerShape, model: CostModel) -> 
     forward = plan(schedule, shape)
     backward = replace(forward, chunked=tuple(_backward(stage) for stage in forward.chunked))
     passes = sum(_pass_ms(direction, chunks, model) for direction in (forward, backward))
-    return model.step_ms + (chunks - 1) * model.chunk_ms + passes
+    rest = model.lines["rest"](shape.token_bytes) if "rest" in model.lines else 0.0
+    return rest + (chunks - 1) * model.chunk_ms + passes
 
 
 def _backward(stage: Stage) -> Stage:
-    return replace(stage, amount=2 * stage.amount) if stage.operation == "experts" else stage
+    is_product = stage.operation == "experts"
+    return replace(stage, operation="experts_backward", amount=2 * stage.amount) if is_product else stage
 
 
 def _pass_ms(stages: Plan, chunks: int, model: CostModel) -> float:
     once = sum(_stage_ms(stage, 1, model) for stage in stages.once)
     busy: dict[str, float] = {}
     for stage in stages.chunked:
-        resource = "processor" if stage.operation == "experts" else "between" if _crosses(stage, model) else "inside"
+        resource = "processor" if not stage.axis else "between" if _crosses(stage, model) else "inside"
         busy[resource] = busy.get(resource, 0.0) + _stage_ms(stage, chunks, model)
     return once + sum(busy.values()) + (chunks - 1) * _chunk_ms(busy, model)
 
@@ -251,4 +258,6 @@ def _crosses(stage: Stage, model: CostModel) -> bool:
 
 
 def _stage_ms(stage: Stage, chunks: int, model: CostModel) -> float:
+    if stage.operation == "experts_backward":
+        return model.backward_products(stage.amount / chunks)
     return model.line(stage.operation, stage.axis)(stage.amount / chunks)

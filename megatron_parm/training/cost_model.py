@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from megatron_parm.config.run import RunConfig
-from megatron_parm.layers.feed_forward import gates_of
-from megatron_parm.models.build import ACTIVATIONS, DTYPES
-from megatron_parm.moe.calibrate import ExpertShape, cluster_key, from_json, keep_model, measure, read_models, to_json
+from megatron_parm.models.build import DTYPES, layer_shape
+from megatron_parm.moe.calibrate import cluster_key, from_json, keep_model, measure, read_models, to_json
 from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.log import Log
 from megatron_parm.observe.timers import device_synchroniser
@@ -34,14 +33,8 @@ def cost_model_for(config: RunConfig, ctx: ParallelContext, log: Log) -> CostMod
     if found:
         return from_json(json.loads(found))
     log.say(f" > {path} has no cost model for {key}: measuring")
-    shape = ExpertShape(
-        num_local=moe.num_experts // ctx.ep.size,
-        hidden_size=config.model.hidden_size,
-        width=config.expert_size // ctx.esp.size,
-        matrices=1 + gates_of(ACTIVATIONS[config.model.activation]),
-        dtype=DTYPES[config.training.precision],
-    )
-    model = measure(shape, ctx, device_synchroniser(ctx.device))
+    dtype = DTYPES[config.training.precision]
+    model = measure(layer_shape(config, ctx), ctx, dtype, device_synchroniser(ctx.device))
     on_all_ranks(ctx.world, lambda: keep_model(path, key, model) if ctx.rank == 0 else None)
     for name, line in model.lines.items():
         log.say(f" >   {name}: {line.alpha:.3f} ms + {line.beta * 1e6:.3f} ms per million, r2 {line.r2:.4f}")

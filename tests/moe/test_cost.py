@@ -191,9 +191,13 @@ def test_chunks_overlap_what_uses_different_links() -> None:
         assert predict("s1h", chunks, SMALL, CostModel("test", lines)) == pytest.approx(2 * expected)
 
 
+def _with_rest(model: CostModel) -> CostModel:
+    return replace(model, chunk_ms=5.0, lines={**model.lines, "rest": Line(7.0, 0.0)})
+
+
 def test_each_chunk_pays_its_starts_again() -> None:
     assert predict("s1", 4, SMALL, STARTS) == 2 * (1 + 3 + 3 * 2), "two exchanges a chunk are the busiest"
-    assert predict("s1", 3, SMALL, replace(STARTS, chunk_ms=5.0, step_ms=7.0)) == 2 * (1 + 3 + 2 * 2) + 2 * 5 + 7
+    assert predict("s1", 3, SMALL, _with_rest(STARTS)) == 2 * (1 + 3 + 2 * 2) + 2 * 5 + 7
 
 
 def test_axes_inside_a_node_share_its_links() -> None:
