@@ -66,7 +66,7 @@ class Gate(nn.Module):
         self._layer = layer
         self._tp = tp
         self._scale = scale
-        self._record = record
+        self.record = record
         shape = (settings.num_experts, hidden_size)
         self.weight = attach(make_parameter(shape, dtype=dtype, device=device), initialiser)
 
@@ -171,6 +171,6 @@ class Gate(nn.Module):
         entropy = torch.special.entr(probabilities).sum()
         figures = MicroBatchFigures(*losses, entropy=entropy, kept=kept.sum(), counts=counts)
         is_cut = shared_over is not None
-        self._record.add(
+        self.record.add(
             self._layer, figures, copies=1 if is_cut else self._tp.size, parts=self._tp.size if is_cut else 1
         )

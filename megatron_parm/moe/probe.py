@@ -79,4 +79,4 @@ class Pass:
         self._layer.schedule, self._layer.chunks = schedule, chunks
         x = self._x.detach().requires_grad_()
         self._layer(x).backward(self._gradient)
-        self._layer.router._record.clear()
+        self._layer.router.record.clear()
