@@ -4,6 +4,7 @@ Reference: megatron_parm.parallel.collectives, whose adjoints are proved in test
 """
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 
@@ -139,6 +140,9 @@ def _is_kept_alive(ctx: ParallelContext, goes_back: bool) -> bool:
         if goes_back:
             result.sum().backward()
         del leaf, middle, mark, result
+        deadline = time.monotonic() + 5
+        while watched() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # gloo's own thread lets go of what it sent a little after it has said so
         return watched() is not None
     finally:
         gc.enable()
