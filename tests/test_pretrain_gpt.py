@@ -9,6 +9,8 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from megatron_parm.training.trainer import PREEMPTED
 from tests.training.processes import free_port, ranks
 from tests.training.runs import MOE, NUMBERS, flags, write_corpus
 
+ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 10.0
 SCREEN_LINES = 24
 
@@ -183,7 +186,7 @@ def test_a_missing_required_flag_and_help_need_no_ranks(capsys: pytest.CaptureFi
 
 
 def test_ranks_with_different_flags_are_told_which(corpus: str, tmp_path: Path) -> None:
-    """Faults row 22: before any group exists, with every differing flag and who has which value."""
+    """Before any group exists, with every differing flag and who has which value."""
     first, second = flags(corpus, MOE, "--moe-schedule s1"), flags(corpus, MOE, "--moe-schedule s2 --lr 0.5")
     with ranks(2, [first, second], tmp_path) as running:
         assert running.wait() == [2, 2], running.outputs
@@ -247,7 +250,7 @@ def _sleep() -> None:
 
 
 def test_an_exception_on_one_rank_is_the_last_thing_said(corpus: str, tmp_path: Path) -> None:
-    """Faults row 19: all gone in time, the report names the rank first and the file and line."""
+    """FC-42: all gone in time, the report names the rank first and the file and line."""
     with ranks(2, flags(corpus), tmp_path, functools.partial(_in_step, 2, 1, _raise)) as running:
         codes = running.wait(15)
         assert codes[1] == 1 and codes[0] in (1, 22), running.outputs
@@ -327,6 +330,39 @@ def test_sigterm_to_one_worker_saves_one_iteration_and_a_resume_goes_on(corpus: 
     assert not (root / PREEMPTED).exists()
     trained = [event["iteration"] for event in read_run(log).events if event["event"] == "train"]
     assert trained == list(range(1, stopped + 2))
+
+
+def test_sigterm_to_torchrun_saves_and_leaves_a_marker(corpus: str, tmp_path: Path) -> None:
+    """FC-35 through the script itself: torchrun hands the signal on and says 1 whatever its workers say."""
+    root, log = tmp_path / "run", tmp_path / "log.jsonl"
+    argv = flags(corpus, MOE, "--train-iters 100000 --exit-signal-handler --tensor-model-parallel-size 2")
+    argv += ["--save", str(root), "--log-json", str(log)]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*torchrun, "pretrain_gpt.py", *argv],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as running:
+        try:
+            deadline = time.monotonic() + 90
+            while not log.exists() or log.read_text().count('"train"') < 2:
+                assert running.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            running.send_signal(signal.SIGTERM)
+            said = running.communicate(timeout=60)[0].decode()
+        finally:
+            running.kill()
+    assert running.returncode == 1
+    stopped = int((root / PREEMPTED).read_text())
+    assert (root / "latest_checkpointed_iteration.txt").read_text().strip() == str(stopped)
+    events = read_run(log).events
+    assert events[-1]["event"] == "end" and events[-1]["exit_code"] == 0
+    assert events[-1]["reason"] == "exiting after a termination signal"
+    assert sum(event["event"] == "train" for event in events) == stopped
+    assert f"ended at iteration {stopped}: exiting after a termination signal" in said
 
 
 def test_without_the_handler_sigterm_ends_the_run(corpus: str, tmp_path: Path) -> None:

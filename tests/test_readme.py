@@ -33,7 +33,16 @@ from megatron_parm.training import entrance
 from tests.observe.fixtures import END, SAVE, START, TRAIN, VALID
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/parm.md", "docs/flags.md", "requirements-gpu.txt")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/parm.md",
+    "docs/flags.md",
+    "docs/formats.md",
+    "docs/field-cases.md",
+    "requirements-gpu.txt",
+)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PARM = (ROOT / "docs/parm.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Mixes several datasets in given proportions, without randomness. Floor 4. Source: formats page C.5.
+"""Mixes several datasets in given proportions, without randomness. Floor 4. Source: formats C.5.
 
 Every sample goes to the dataset that lags furthest behind its share; shuffling happens inside each dataset alone.
 """

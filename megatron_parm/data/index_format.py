@@ -1,7 +1,7 @@
 """The byte layout of Megatron's `.idx` files and the number types of `.bin` files. Floor 4.
 
 Header of 34 bytes (magic, u64 version, u8 dtype code, u64 sequences, u64 document entries, little-endian), then
-i32 lengths, i64 byte offsets, i64 document entries, unaligned.
+i32 lengths, i64 byte offsets, i64 document entries, unaligned. Source: formats C.1.
 """
 
 import struct

@@ -1,6 +1,6 @@
 """Which samples make each micro-batch of one data-parallel rank, from any number of consumed samples. Floor 4.
 
-Source: formats page C.6. A block of micro_batch_size * dp_size samples gives every rank one micro-batch; an incomplete
+Source: formats C.6. A block of micro_batch_size * dp_size samples gives every rank one micro-batch; an incomplete
 last block is left out on all ranks alike.
 """
 

@@ -1,4 +1,4 @@
-"""Cuts the sequences of one dataset into train, valid and test. Floor 4. Source: formats page C.3."""
+"""Cuts the sequences of one dataset into train, valid and test. Floor 4. Source: formats C.3."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which tokens make sample number i: the document, sample and shuffle indices. Floor 4. Source: formats page C.2.
+"""Which tokens make sample number i: the document, sample and shuffle indices. Floor 4. Source: formats C.2.
 
 Same lengths, seed, sequence length and request give Megatron's arrays, element for element; nothing is looped over in
 Python. One numpy `RandomState(seed)` is used first for the document index, then for the shuffle index.

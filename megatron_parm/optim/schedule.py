@@ -2,7 +2,7 @@
 
 Megatron's schedules: a linear warm-up, then one of five shapes down to the smallest rate. Counting in samples keeps the
 schedule in place when the batch size changes. A value, not a counter: whoever asks says how many samples the applied
-updates have seen, so nothing can be advanced twice after a resume.
+updates have seen, so nothing can be advanced twice after a resume. Known answers: formats C.6.
 """
 
 import math

@@ -160,7 +160,7 @@ def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bo
 def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]:
     """Fill the run from `saved`; returns where it goes on and by which schedule. Call on all ranks."""
     settings, checkpoint, state = run.config.checkpoint, saved.checkpoint, saved.state
-    _check_vocabulary(run, state)
+    check_vocabulary(run.built.model.shape.vocab_size, run.config.data.tokenizer_type, state)
     tensors = model_tensors(run.built)
     takes_optimizer = settings.loads_optimizer
     if takes_optimizer:
@@ -208,12 +208,13 @@ def load_named(
             local.zero_()[: len(own)] = own
 
 
-def _check_vocabulary(run: Assembly, state: dict[str, Any]) -> None:
-    here, saved = run.built.model.shape.vocab_size, state.get("vocab_size")
-    if saved != here:
+def check_vocabulary(vocab_size: int, tokenizer_type: str, state: dict[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint with that JSON state was saved with another number of tokens."""
+    saved = state.get("vocab_size")
+    if saved != vocab_size:
         raise CheckpointError(
-            f"the checkpoint is of another vocabulary: {saved} tokens there, {here} tokens here by --tokenizer-type "
-            f"{run.config.data.tokenizer_type} with its files, --vocab-size and --vocab-extra-ids; use those of the "
+            f"the checkpoint is of another vocabulary: {saved} tokens there, {vocab_size} tokens here by "
+            f"--tokenizer-type {tokenizer_type} with its files, --vocab-size and --vocab-extra-ids; use those of the "
             "checkpoint, or load another one"
         )
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, for every state of the tracker file. Reference: Megatron's file; field case FC-14."""
+"""Which checkpoint is chosen, for every state of the tracker file. Reference: Megatron's file; FC-14."""
 
 from pathlib import Path
 

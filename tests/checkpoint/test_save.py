@@ -88,7 +88,7 @@ def _run_in_a_process(function: Callable[..., None], *args: Any) -> int | None:
     [(point, 5) for point in KILL_POINTS] + [(point, 10) for point in KILL_POINTS if point != "after the tracker"],
 )
 def test_a_save_killed_anywhere_leaves_one_whole_state(tmp_path: Path, point: str, iteration: int) -> None:
-    """Fault rows 1 and 2: the first state or the second, bitwise, never a mix; the next save tidies up and says so."""
+    """The first state or the second, bitwise, never a mix; the next save tidies up and says so."""
     example.save(CTX, tmp_path, 5, OLD)
     assert _run_in_a_process(_save_and_die, point, tmp_path, iteration) == -signal.SIGKILL
     left = example.names_in(tmp_path)
@@ -194,7 +194,7 @@ def _expect_the_same_failure(answers: list[tuple[str, int, str]], root: Path) ->
 
 
 def test_a_full_disk_on_one_rank_stops_all_with_the_numbers(pools: Pools, tmp_path: Path) -> None:
-    """Fault row 7, by a limit on the file size of rank 1."""
+    """By a limit on the file size of rank 1."""
     pools.run(Layout(2), example.save, tmp_path, 5, OLD)
     answers = pools.run(Layout(2), example.error_of, _save_with_a_file_limit, tmp_path)
     message = _expect_the_same_failure(answers, tmp_path)
@@ -216,7 +216,7 @@ def test_too_little_room_is_seen_before_a_byte_is_written(pools: Pools, tmp_path
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_io_error_on_one_rank_reaches_all(pools: Pools, tmp_path: Path, failing: int) -> None:
-    """Fault row 8."""
+    """EIO from fsync, whichever rank meets it: one error on all, with that rank's name."""
     pools.run(Layout(2), example.save, tmp_path, 5, OLD)
     answers = pools.run(Layout(2), example.error_of, _save_with_failing_fsync, tmp_path, failing)
     message = _expect_the_same_failure(answers, tmp_path)

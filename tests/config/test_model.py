@@ -1,4 +1,4 @@
-"""config/model.py. Reference: the defaults of the arguments page, B.1."""
+"""config/model.py. Reference: Megatron-Core's defaults, written out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""config/moe.py. Reference: the defaults of the arguments page, B.8, and DESIGN's rule for chunks."""
+"""config/moe.py. Reference: Megatron-Core's defaults, and what docs/flags.md says of chunks."""
 
 import pytest
 

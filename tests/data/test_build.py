@@ -1,4 +1,4 @@
-"""From flags to datasets. Reference: datasets put together by hand, and the field cases' numbers."""
+"""From flags to datasets. Reference: datasets put together by hand, and the numbers of FC-07 and FC-36."""
 
 import numpy as np
 import pytest

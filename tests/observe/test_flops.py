@@ -31,7 +31,7 @@ def test_a_dense_token_by_hand():
 
 
 def test_the_cost_follows_the_feed_forward_width():
-    """Field case 39: the width is taken as given, not assumed to be four times hidden."""
+    """FC-39: the width is taken as given, not assumed to be four times hidden."""
     narrow = replace(DENSE, ffn_hidden_size=32)
     difference = training_flops_per_token(DENSE) - training_flops_per_token(narrow)
     assert difference == 3 * 2 * (2 * 2 * 8 * 16)
@@ -80,7 +80,7 @@ def test_torch_counts_the_same_for_a_real_block():
 
 
 def test_throughput_units():
-    """Field case 39: samples/s = batch / time, tokens/s = that x sequence, tera = 10^12, job and device apart."""
+    """FC-39: samples/s = batch / time, tokens/s = that x sequence, tera = 10^12, job and device apart."""
     speed = throughput(DENSE, global_batch_size=8, iteration_time_ms=500.0, world_size=4)
     assert speed.samples_per_second == 16.0
     assert speed.tokens_per_second == 256.0

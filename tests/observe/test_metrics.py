@@ -1,4 +1,4 @@
-"""Reference: the fractions of the field cases, and one rank holding all parts at once."""
+"""Reference: the fractions of FC-38, and one rank holding all parts at once."""
 
 import math
 
@@ -30,7 +30,7 @@ def reduce_together(ranks):
 
 
 def test_validation_is_weighted_by_tokens():
-    """Field case 38: sums and counts 2/1 and 90/9 give 92/10 = 9.2; a mean of means would give 6.0."""
+    """FC-38: sums and counts 2/1 and 90/9 give 92/10 = 9.2; a mean of means would give 6.0."""
     loss = MetricSum({"lm loss": "mean"}, CPU)
     loss.add(mean_of("lm loss", 2.0, 1), mean_of("lm loss", 90.0, 9))
     assert loss.reduce() == {"lm loss": 9.2}
@@ -50,7 +50,7 @@ def test_the_value_does_not_depend_on_how_parts_are_spread_over_ranks(ranks):
 
 
 def test_a_rank_without_a_part_adds_nothing_and_gets_the_global_value():
-    """Field case 37: a stage without the loss neither fails nor contributes a placeholder."""
+    """FC-37: a stage without the loss neither fails nor contributes a placeholder."""
     with_loss, without = MetricSum(DECLARED, CPU), MetricSum(DECLARED, CPU)
     with_loss.add(mean_of("lm loss", 9.0, 2.0), sum_of("tokens", 2), max_of("load", -3.0))
     assert reduce_together([with_loss, without]) == {"lm loss": 4.5, "load": -3.0, "tokens": 2.0}

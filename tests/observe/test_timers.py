@@ -45,7 +45,7 @@ def test_a_span_waits_for_the_device_and_survives_an_error():
 
 
 def test_evaluation_and_saving_are_not_in_the_step_time():
-    """Field case 39: the iteration after an evaluation or a save is not slower on paper."""
+    """FC-39: the iteration after an evaluation or a save is not slower on paper."""
     clock = HandClock()
     steps = StepClock(clock.synchronise, clock)
     laps = []

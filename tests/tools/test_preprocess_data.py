@@ -1,4 +1,4 @@
-"""The preprocessing command. Reference: documents read back from its files, and the field cases' right values."""
+"""The preprocessing command. Reference: documents read back from its files, and docs/field-cases.md."""
 
 import json
 import subprocess

@@ -55,7 +55,7 @@ LENGTH = "--train-iters 8"
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     pools: Pools, corpus: str, tmp_path: Path, layout: Layout, more: str
 ) -> None:
-    """FC-11 and faults row 11: losses, norms, rates, weights, moments and random states, on every rank."""
+    """FC-11: losses, norms, rates, weights, moments and random states, on every rank."""
     argv = flags(corpus, MOE, DROPOUT, more, "--train-iters 20 --eval-iters 1 --eval-interval 4")
     straight = _run(pools, layout, argv)
     first = _run(pools, layout, [*_folder(argv, tmp_path), "--exit-interval", "10"])
@@ -91,7 +91,7 @@ def test_dropout_replayed_from_the_seed_would_be_seen(pools: Pools, corpus: str,
 def test_another_layout_goes_on_from_the_same_point(
     pools: Pools, corpus: str, tmp_path: Path, layout: Layout, more: str
 ) -> None:
-    """Faults row 12: weights and moments travel between layouts, both ways."""
+    """FC-18: weights and moments travel between layouts, both ways."""
     argv = flags(corpus, MOE, LENGTH, "--micro-batch-size 1")  # 31 rows of vocabulary, 32 where tp is 2
     straight = _alone(pools, argv)
     for first, second in (((SINGLE, ""), (layout, more)), ((layout, more), (SINGLE, ""))):
@@ -188,7 +188,7 @@ def test_another_global_batch_on_resume_has_data_to_the_end(pools: Pools, corpus
 def test_a_bad_tracker_file_stops_all_ranks_or_is_worked_around(
     pools: Pools, corpus: str, half_done: Path, tmp_path: Path, content: str, layout: Layout
 ) -> None:
-    """FC-14 and faults row 6: strict stops with path and content; auto takes the newest whole one; never afresh."""
+    """FC-14: strict stops with path and content; auto takes the newest whole one; never afresh."""
     root = Path(shutil.copytree(half_done, tmp_path / "run"))
     tracker = root / "latest_checkpointed_iteration.txt"
     tracker.write_text(content)
@@ -257,7 +257,7 @@ def test_the_restart_line_starts_afresh_in_a_new_or_empty_folder(pools: Pools, c
 def test_a_checkpoint_of_another_model_is_refused_with_both_values(
     pools: Pools, corpus: str, half_done: Path, change: str, shown: tuple[str, ...]
 ) -> None:
-    """FC-20 and faults row 34."""
+    """FC-20, and settings that would change the order of the data."""
     outcome = _alone(pools, [*flags(corpus, MOE, DROPOUT, LENGTH), "--load", str(half_done), *change.split()])
     assert outcome.error is not None and outcome.error[1] == BAD_CHECKPOINT, outcome.error
     for part in shown:
@@ -274,7 +274,7 @@ def test_a_dense_checkpoint_does_not_fill_an_moe_model(pools: Pools, corpus: str
 
 
 def test_settings_that_do_not_touch_the_state_may_change(pools: Pools, corpus: str, half_done: Path) -> None:
-    """Faults row 34, soft keys."""
+    """The other side of FC-20: nothing more is refused than must be."""
     more = "--micro-batch-size 4 --log-interval 3 --clip-grad 0.5 --hidden-dropout 0 --eval-iters 1"
     outcome = _alone(pools, [*flags(corpus, MOE, DROPOUT, LENGTH), "--load", str(half_done), *more.split()])
     assert outcome.error is None and outcome.column("iteration") == [5, 6, 7, 8]

@@ -163,7 +163,7 @@ def _nan_on(where: int, rank: int) -> Any:
 
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_nan_on_one_rank_stops_all_with_code_24_and_weights_unchanged(pools: Pools, corpus: str, where: int) -> None:
-    """Faults row 23."""
+    """Whichever rank it is on: no rank updates, none waits, and each says why."""
     argv = flags(corpus, MOE, SIZES, "--train-iters 4")
     before = _run(pools, SPREAD, [*argv, "--exit-interval", "2"])
     outcomes = pools.run(SPREAD, run_training, argv, functools.partial(_nan_on, where))
