@@ -3,6 +3,7 @@
 References: the parsers of the entrances, settings classes, errors, records and sources. Nothing is trained.
 """
 
+import ast
 import importlib
 import inspect
 import re
@@ -17,13 +18,17 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_parm import errors
+from megatron_parm.config.checks import NEED_SLOTS
 from megatron_parm.config.fields import Flag, flags_of
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.parser import parse_run_config
 from megatron_parm.config.run import check_run
 from megatron_parm.errors import ConfigError, MegatronParmError
-from megatron_parm.moe.cost import PUBLISHED, Line
+from megatron_parm.moe import cost
+from megatron_parm.moe.cost import CostModel, LayerShape, Line, Plan, Stage
+from megatron_parm.moe.schedules import SCHEDULES
 from megatron_parm.observe.json_lines import as_event
+from megatron_parm.parallel import overlapped
 from megatron_parm.training import entrance
 from tests.observe.fixtures import END, SAVE, START, TRAIN, VALID
 
@@ -155,7 +160,7 @@ def test_paths_and_links_lead_somewhere(name: str) -> None:
 def _rows(text: str, heading: str) -> list[list[str]]:
     """The rows of the first table under a heading, without its head."""
     section = re.split(r"\n##+ ", re.split(rf"\n##+ {heading}\n", text)[1])[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = section[section.index("| ") :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")][1:]
 
 
@@ -196,22 +201,80 @@ def test_the_sections_of_the_paper_that_the_sources_cite_are_there() -> None:
     assert cited and cited <= {int(number) for number in re.findall(r"^## (\d)\. ", PARM, re.M)}
 
 
-@pytest.mark.parametrize("heading", ["baseline", "S1", "S2"])
-def test_each_step_of_the_paper_is_a_line_of_the_schedule(heading: str) -> None:
+def _code_of(schedule: str) -> list[str]:
+    """The lines of a schedule after its docstring, save assertions and the frame around the stages of a pipeline."""
     source = (ROOT / "megatron_parm/moe/schedules.py").read_text(encoding="utf-8")
-    body = source.partition(f"\ndef {heading.lower()}(")[2].partition("\n\n\n")[0]
-    code = [line.split("  #")[0].strip() for line in body.splitlines()[2:]]
-    expected = [line for line in code if line and not line.startswith("assert")]
-    assert [row[1].strip("`") for row in _rows(PARM, heading)] == expected
+    found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == schedule)
+    assert ast.get_docstring(found) and found.end_lineno
+    code = [line.split("  #")[0].strip() for line in source.splitlines()[found.body[1].lineno - 1 : found.end_lineno]]
+    frame = re.compile(r"assert .*|\w+ = pipelined\(|\)")
+    return [line.removesuffix(",") for line in code if line and not frame.fullmatch(line)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_step_of_the_paper_is_a_line_of_the_schedule(schedule: str) -> None:
+    assert [row[1].strip("`") for row in _rows(PARM, f"(?i:{schedule})")] == _code_of(schedule)
+
+
+def test_the_lines_of_a_schedule_are_found_at_all() -> None:
+    assert len(_code_of("baseline")) == 8
+    assert _code_of("baseline")[0] == "gathered = esp_all_gather(tokens, ctx)"
+
+
+def test_the_collectives_that_overlap_are_those_of_the_code() -> None:
+    own = {
+        name: kind for name, kind in vars(overlapped).items() if getattr(kind, "__module__", "") == overlapped.__name__
+    }
+    kinds = {name for name, kind in own.items() if hasattr(kind, "adjoint")} - {"Collective"}
+    assert {row[0].strip("`") for row in _rows(PARM, "3. Gradients")} == kinds
+
+
+def test_what_is_said_to_stand_in_a_file_stands_there() -> None:
+    named = re.findall(r"`(\w+)` in\s+`([\w/]+\.py)`", PARM)
+    assert len(named) >= 5
+    for name, path in named:
+        source = (ROOT / "megatron_parm" / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:def |class )?{name}\b", source, re.M), f"{name} in {path}"
+    for owner, name in re.findall(r"`(LayerShape|CostModel)\.(\w+)`", PARM):
+        assert hasattr({"LayerShape": LayerShape, "CostModel": CostModel}[owner], name), name
+
+
+COLLECTIVES = {"A2A": "all_to_all", "AG": "all_gather", "RS": "reduce_scatter", "AR": "all_reduce"}
+AXES = {"EP": "ep", "EP&ESP": "ep_esp", "MP": "tp", "ESP": "esp"}
+
+
+def _stages_of(cell: str, amounts: dict[str, float], shape: LayerShape) -> tuple[Stage, ...]:
+    """`A2A_EP(z), experts(y)` as stages."""
+    stages = []
+    for name, symbol in re.findall(r"([\w&]+)\(([^)]+)\)", cell):
+        if name == "experts":
+            stages.append(Stage("experts", "", shape.expert_flops(amounts[symbol] / shape.row_bytes)))
+        else:
+            collective, axis = name.split("_")
+            stages.append(Stage(COLLECTIVES[collective], AXES[axis], amounts[symbol]))
+    return tuple(stages)
+
+
+@pytest.mark.parametrize("pads", [False, True], ids=["packed", "padded"])
+def test_the_stages_of_the_cost_model_are_those_of_the_code(pads: bool) -> None:
+    # 48 tokens, 3 experts each of 8 at f = 2: 288 slots, 144 choices; all sizes differ, so that no mistake cancels
+    shape = LayerShape(48, 10, 6, 8, 3, 2.0, 1, True, pads, 2, 2, tp=2, ep=8, esp=4)
+    rows = _rows(PARM, "6. The cost model and auto")
+    assert [row[0] for row in rows] == list(cost.PLANS) == list(SCHEDULES)
+    for name, once, chunked in rows:
+        q = (shape.slots if name in NEED_SLOTS else shape.rows) * shape.row_bytes
+        blm, z = shape.token_bytes, q / shape.tp
+        amounts: dict[str, float] = {"BLM": blm, "BLM N_ESP": blm * shape.esp, "Q": q, "Q N_ESP": q * shape.esp}
+        amounts |= {"y": z * shape.esp, "z": z}
+        assert Plan(_stages_of(once, amounts, shape), _stages_of(chunked, amounts, shape)) == cost.plan(name, shape)
 
 
 def test_the_constants_of_the_cost_model_are_those_of_the_code() -> None:
-    lines = PARM.partition("| operation | alpha, ms |")[2].splitlines()[2:6]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    found = {name: Line(float(alpha), float(beta)) for name, alpha, beta in cells}
-    assert found == {
-        "AlltoAll": PUBLISHED.all_to_all,
-        "AllGather": PUBLISHED.all_gather,
-        "ReduceScatter": PUBLISHED.reduce_scatter,
-        "experts": PUBLISHED.experts,
+    rows = PARM.partition("| operation | alpha, ms |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+    names = {"AlltoAll": "A2A", "AllGather": "AG", "ReduceScatter": "RS", "AllReduce": "AR"}
+    found = {
+        COLLECTIVES[names[name]] if name in names else name: Line(float(alpha), float(beta))
+        for name, alpha, beta in cells
     }
+    assert found == cost.PUBLISHED.lines

@@ -178,24 +178,39 @@ def check_experts(moe: MoEConfig, model: ModelConfig, esp: int) -> None:
             raise ConfigError(f"{flag} 0 would drop every token; use a positive number, or -1 for no limit")
 
 
-def check_schedule(moe: MoEConfig, tp: int, tokens: int) -> None:
+NEED_SLOTS = ("deepspeed", "s2", "s2h")  # they cut the slots of every expert over tp
+CUT_TOKENS = ("s1", "s1h")  # they cut the tokens of a micro-batch over tp
+
+
+def check_schedule(moe: MoEConfig, tp: int, esp: int, tokens: int) -> None:
     """Check that the communication schedule can run; `tokens` is sequence length x micro-batch size."""
-    if moe.moe_schedule == "s2":
-        for flag, factor in (
-            ("--moe-expert-capacity-factor", moe.capacity_factor),
-            ("--moe-eval-capacity-factor", moe.eval_capacity_factor),
-        ):
-            if factor is None:
-                raise ConfigError(
-                    f"--moe-schedule s2 cuts the slots of every expert into equal parts, so it needs a limit, "
-                    f"and {flag} sets none; set {flag} (for instance {moe.num_experts / moe.moe_router_topk:g}, which "
-                    "drops nothing), or use --moe-schedule s1, baseline or auto"
-                )
-    if moe.moe_schedule == "s1" and tokens % tp:
+    schedule = moe.moe_schedule
+    for flag, factor in (
+        ("--moe-expert-capacity-factor", moe.capacity_factor),
+        ("--moe-eval-capacity-factor", moe.eval_capacity_factor),
+    ):
+        if schedule in NEED_SLOTS and factor is None:
+            raise ConfigError(
+                f"--moe-schedule {schedule} cuts the slots of every expert into equal parts, so it needs a limit, "
+                f"and {flag} sets none; set {flag} (for instance {moe.num_experts / moe.moe_router_topk:g}, which "
+                "drops nothing), or use --moe-schedule s1, s1h, baseline or auto"
+            )
+        if moe.moe_pad_expert_input_to_capacity and factor is None:
+            raise ConfigError(
+                f"--moe-pad-expert-input-to-capacity needs a capacity, and {flag} sets none; set {flag} (for instance "
+                f"{moe.num_experts / moe.moe_router_topk:g}, which drops nothing), or leave out the padding"
+            )
+    if schedule in CUT_TOKENS and tokens % tp:
         raise ConfigError(
-            f"--moe-schedule s1 cuts the {tokens} tokens of a micro-batch (--seq-length x --micro-batch-size) into "
-            f"--tensor-model-parallel-size {tp} equal parts, which does not come out even; use --moe-schedule s2 or "
-            f"baseline, or a --seq-length that is a multiple of {tp}"
+            f"--moe-schedule {schedule} cuts the {tokens} tokens of a micro-batch (--seq-length x --micro-batch-size) "
+            f"into --tensor-model-parallel-size {tp} equal parts, which does not come out even; use --moe-schedule s2 "
+            f"or baseline, or a --seq-length that is a multiple of {tp}"
+        )
+    if schedule == "deepspeed" and esp not in (1, tp):
+        raise ConfigError(
+            f"--moe-schedule deepspeed knows expert sharding over 1 rank or over the tensor-parallel ranks only; "
+            f"--expert-tensor-parallel-size {esp} is neither 1 nor --tensor-model-parallel-size {tp}; use one of them, "
+            "or another schedule"
         )
     _check_chunks(moe)
 
@@ -207,8 +222,6 @@ def _check_chunks(moe: MoEConfig) -> None:
             f"--bp-pipeline-degree {moe.bp_pipeline_degree} must equal --pipeline-degree "
             f"{moe.moe_pipeline_chunks or 1}: both passes run in the same chunks; leave out --bp-pipeline-degree"
         )
-    if chunks is not None and chunks > 1:
-        raise ConfigError(f"--moe-pipeline-chunks {chunks}: more than one chunk is not in this release; use 1 or auto")
 
 
 def check_batches(training: TrainingConfig, parallel: ParallelConfig, world: int) -> None:

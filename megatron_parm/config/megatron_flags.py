@@ -246,7 +246,6 @@ _MOE: dict[str, Entry] = (
         "the experts of a rank are always one batched product",
         "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion",
     )
-    | _ignored("under a capacity factor buckets always have all their slots", "moe-pad-expert-input-to-capacity")
     | _ignored("figures are logged over all MoE layers in this release", "moe-per-layer-logging")
     | _ignored("it only concerns the expert bias, which is not in this release", "moe-router-bias-update-rate", "one")
     | _refused("not in this release; use softmax", "moe-router-score-function", harmless=("softmax",))
@@ -265,7 +264,6 @@ _MOE: dict[str, Entry] = (
         "not in this release; leave it out for the router's own choice",
         "moe-router-force-load-balancing moe-enable-routing-replay moe-routing-trace-path",
     )
-    | _refused("the calibrated cost model is not in this release; auto uses published constants", "moe-cost-model")
 )
 
 _DATA: dict[str, Entry] = (

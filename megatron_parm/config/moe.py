@@ -10,13 +10,12 @@ from megatron_parm.config.fields import flag
 from megatron_parm.config.layer_pattern import moe_layer_pattern
 from megatron_parm.errors import ConfigError
 
-Schedule = Literal["auto", "baseline", "s1", "s2"]
+Schedule = Literal["auto", "baseline", "deepspeed", "s1", "s2", "s1h", "s2h"]
 BalancingType = Literal["aux_loss", "none"]
 RouterDtype = Literal["fp32", "fp64"]
 DropPolicy = Literal["probs", "position"]
 
 _BALANCING = "not in this release; use aux_loss or none"
-_SCHEDULE = "not in this release; use auto, baseline, s1 or s2"
 
 
 def _read_num_experts(words: Sequence[str]) -> int:
@@ -72,19 +71,25 @@ class MoEConfig:
         None, help="the same factor in evaluation; negative = no limit", none_means="as in training"
     )
     moe_min_capacity: int = flag(1, help="least slots of an expert under a capacity factor", unit="tokens", at_least=1)
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, help="send empty slots too, so that shapes never change; s2, s2h and deepspeed always do"
+    )
     moe_token_drop_policy: DropPolicy = flag(
         "probs", help="which tokens an expert keeps: the most probable, or the first"
     )
     moe_schedule: Schedule = flag(
-        "auto",
-        help="order of communication and work in an MoE layer; auto: the fastest predicted",
-        refused=dict.fromkeys(("deepspeed", "s1h", "s2h"), _SCHEDULE),
+        "auto", help="order of communication and work in an MoE layer; auto: the fastest predicted"
     )
     moe_pipeline_chunks: str | None = flag(
         None,
         help="chunks in which exchange and experts overlap: a number, or auto",
         none_means="1 for a fixed schedule, auto for auto",
         read=_read_pipeline_chunks,
+    )
+    moe_cost_model: str | None = flag(
+        None,
+        help="JSON file of measured link and expert speeds for auto; what it lacks is measured at the start and added",
+        none_means="published constants of a GPU cluster",
     )
     bp_pipeline_degree: int | None = flag(
         None,

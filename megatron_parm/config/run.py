@@ -93,7 +93,7 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_model(model, tp, config.data.seq_length, has_dense_layer=not all(config.moe_layers))
     if moe is not None:
         checks.check_experts(moe, model, config.esp)
-        checks.check_schedule(moe, tp, config.data.seq_length * config.training.micro_batch_size)
+        checks.check_schedule(moe, tp, config.esp, config.data.seq_length * config.training.micro_batch_size)
     checks.check_batches(config.training, parallel, world)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)

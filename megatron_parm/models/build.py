@@ -12,8 +12,8 @@ from megatron_parm.layers.rotary import RotaryShape
 from megatron_parm.models.block import make_feed_forward
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.shape import ModelShape
-from megatron_parm.moe.choose import Choice, choose, fixed
-from megatron_parm.moe.cost import PUBLISHED, LayerShape
+from megatron_parm.moe.choose import Choice, choose
+from megatron_parm.moe.cost import PUBLISHED, CostModel, LayerShape
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate, GateSettings
 from megatron_parm.moe.layer import MoELayer
@@ -44,24 +44,30 @@ class BuiltModel:
         """The MoE layers of this stage, in order."""
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]
 
-    def use_schedule(self, name: str, reason: str) -> None:
+    def use_schedule(self, name: str, chunks: int, reason: str) -> None:
         """Run every MoE layer by the schedule of that name from now on."""
         assert self.choice is not None, "a dense model has no schedule"
-        self.choice = replace(self.choice, schedule=name, reason=reason)
+        self.choice = replace(self.choice, schedule=name, chunks=chunks, reason=reason)
         for layer in self.moe_layers:
-            layer.schedule = name
+            layer.schedule, layer.chunks = name, chunks
 
 
 def build_gpt(
-    config: RunConfig, vocab_size: int, padded_vocab_size: int, ctx: ParallelContext, generator: torch.Generator
+    config: RunConfig,
+    vocab_size: int,
+    padded_vocab_size: int,
+    ctx: ParallelContext,
+    generator: torch.Generator,
+    cost_model: CostModel = PUBLISHED,
 ) -> BuiltModel:
     """The GPT of a resolved `config`, the same weights on every layout. Call on all ranks.
 
-    `generator` is the stream of dropout on activations that are identical on tp.
+    `generator` is the stream of dropout on activations that are identical on tp. The MoE layers get the schedule of
+    least cost by `cost_model`, or the one of the flags.
     """
     shape = model_shape(config, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
-    choice = choose_schedule(config, ctx)
+    choice = choose_schedule(config, ctx, cost_model)
     scale, record = BackwardScale(), RoutingRecord()
     pattern = config.moe_layers
 
@@ -69,7 +75,7 @@ def build_gpt(
         if not pattern[layer]:
             return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device)
         assert choice is not None
-        return _moe_layer(config, shape, layer, choice.schedule, scale, record, ctx, dtype)
+        return _moe_layer(config, shape, layer, choice, scale, record, ctx, dtype)
 
     model = GPTModel(shape, feed_forward, tp=ctx.tp, generator=generator, dtype=dtype, device=ctx.device)
     initialise_weights(model, config.training.seed)
@@ -107,28 +113,33 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
     )
 
 
-def choose_schedule(config: RunConfig, ctx: ParallelContext) -> Choice | None:
+def choose_schedule(config: RunConfig, ctx: ParallelContext, cost_model: CostModel = PUBLISHED) -> Choice | None:
     """The schedule of the MoE layers and why; None for a dense model. Needs no communication."""
     if config.moe is None:
         return None
-    shape = LayerShape(
+    return choose(layer_shape(config, ctx), cost_model, config.moe.moe_schedule, config.moe.pipeline_chunks)
+
+
+def layer_shape(config: RunConfig, ctx: ParallelContext) -> LayerShape:
+    """One MoE layer of a model that has them, as the cost model sees it."""
+    moe = config.moe
+    assert moe is not None, "a dense model has no MoE layer"
+    return LayerShape(
         num_tokens=config.data.seq_length * config.training.micro_batch_size,
         hidden_size=config.model.hidden_size,
         ffn_hidden_size=config.expert_size,
-        num_experts=config.moe.num_experts,
-        topk=config.moe.moe_router_topk,
-        capacity_factor=config.moe.capacity_factor,
-        min_capacity=config.moe.moe_min_capacity,
-        has_slots=None not in (config.moe.capacity_factor, config.moe.eval_capacity_factor),
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        capacity_factor=moe.capacity_factor,
+        min_capacity=moe.moe_min_capacity,
+        has_slots=None not in (moe.capacity_factor, moe.eval_capacity_factor),
+        pads=moe.moe_pad_expert_input_to_capacity,
         matrices=1 + gates_of(ACTIVATIONS[config.model.activation]),
         bytes_per_element=DTYPES[config.training.precision].itemsize,
         tp=ctx.tp.size,
         ep=ctx.ep.size,
         esp=ctx.esp.size,
     )
-    if config.moe.moe_schedule == "auto":
-        return choose(shape, PUBLISHED)
-    return fixed(config.moe.moe_schedule, shape, PUBLISHED)
 
 
 def _initialiser(config: RunConfig) -> Initialiser:
@@ -141,7 +152,7 @@ def _moe_layer(
     config: RunConfig,
     shape: ModelShape,
     layer: int,
-    schedule: str,
+    choice: Choice,
     scale: BackwardScale,
     record: RoutingRecord,
     ctx: ParallelContext,
@@ -156,6 +167,7 @@ def _moe_layer(
         eval_capacity_factor=moe.eval_capacity_factor,
         min_capacity=moe.moe_min_capacity,
         drop_policy=moe.moe_token_drop_policy,
+        pads_to_capacity=moe.moe_pad_expert_input_to_capacity,
         pre_softmax=moe.moe_router_pre_softmax,
         balance_coefficient=moe.moe_aux_loss_coeff if moe.moe_router_load_balancing_type == "aux_loss" else None,
         z_coefficient=moe.moe_z_loss_coeff,
@@ -185,4 +197,4 @@ def _moe_layer(
         dtype=dtype,
         device=ctx.device,
     )
-    return MoELayer(gate, experts, schedule=schedule, ctx=ctx)
+    return MoELayer(gate, experts, schedule=choice.schedule, chunks=choice.chunks, ctx=ctx)

@@ -1,19 +1,21 @@
-"""Which schedule a layer shape gets under `--moe-schedule auto`. Floor 5.
+"""Which schedule, in how many chunks, a layer shape gets under `--moe-schedule auto`. Floor 5.
 
-The choice is the least predicted time among the schedules that can run the shape. It depends on the shape and the cost
-model alone, so every rank makes the same one without talking. Source: parm.md sections 5 and 6.
+The choice is the least predicted time among what can run the shape. It depends on the shape and the cost model alone,
+so ranks that hold the same model make the same choice. Source: parm.md sections 5 and 6.
 """
 
 from dataclasses import dataclass
 
-from megatron_parm.moe.cost import CostModel, LayerShape, predict
+from megatron_parm.moe.cost import CHUNK_COUNTS, CostModel, LayerShape, predict
 from megatron_parm.moe.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, its chunks, why, and the predicted milliseconds (forward and backward of a layer) of each
-    candidate."""
+    """A schedule, its chunks, why, and the predicted milliseconds (forward and backward of a layer) of each candidate.
+
+    predicted_ms: by `name` for one chunk, else `name x chunks`.
+    """
 
     schedule: str
     chunks: int
@@ -21,38 +23,48 @@ class Choice:
     predicted_ms: dict[str, float]
 
 
+def candidate_name(schedule: str, chunks: int) -> str:
+    """How a candidate is shown: `s1`, or `s1 x 2` in two chunks."""
+    return schedule if chunks == 1 else f"{schedule} x {chunks}"
+
+
 def unable(schedule: str, shape: LayerShape) -> str | None:
     """Why `schedule` cannot run `shape`, or None if it can."""
-    if schedule == "s1" and shape.num_tokens % shape.tp:
+    if schedule in ("s1", "s1h") and shape.num_tokens % shape.tp:
         return (
-            f"s1 splits the {shape.num_tokens} tokens of a micro-batch over tp {shape.tp}, which does not divide them"
+            f"{schedule} splits the {shape.num_tokens} tokens of a micro-batch over tp {shape.tp}: they do not divide"
         )
-    if schedule == "s2" and not shape.has_slots:
-        return (
-            "s2 splits expert slots over tp and so needs a capacity (--moe-expert-capacity-factor, in evaluation too)"
-        )
+    if schedule in ("s2", "s2h", "deepspeed") and not shape.has_slots:
+        return f"{schedule} splits expert slots over tp and so needs a capacity, in training and in evaluation"
+    if schedule == "deepspeed" and shape.esp not in (1, shape.tp):
+        return f"deepspeed needs esp {shape.esp} to be 1 or tp {shape.tp}"
     return None
 
 
-def predictions(shape: LayerShape, model: CostModel) -> dict[str, float]:
-    """Predicted milliseconds of every schedule that can run `shape`."""
-    return {name: predict(name, shape, model) for name in SCHEDULES if unable(name, shape) is None}
+def predictions(
+    shape: LayerShape, model: CostModel, chunk_counts: tuple[int, ...] = CHUNK_COUNTS
+) -> dict[tuple[str, int], float]:
+    """Predicted milliseconds of every (schedule, chunks) that can run `shape`."""
+    able = [name for name in SCHEDULES if unable(name, shape) is None]
+    return {(name, chunks): predict(name, chunks, shape, model) for name in able for chunks in chunk_counts}
 
 
-def fixed(schedule: str, shape: LayerShape, model: CostModel) -> Choice:
-    """The user's own choice, with the predictions for comparison."""
-    return Choice(schedule, 1, f"--moe-schedule {schedule} was given", predictions(shape, model))
+def choose(shape: LayerShape, model: CostModel, schedule: str = "auto", chunks: int | None = None) -> Choice:
+    """The candidate of least predicted time; the first in the table among equals.
 
-
-def choose(shape: LayerShape, model: CostModel) -> Choice:
-    """The schedule of least predicted time; the first in the table among equals."""
-    times = predictions(shape, model)
-    best = min(times, key=lambda name: times[name])
-    others = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items() if name != best)
+    A `schedule` other than auto and `chunks` other than None are the user's own and are kept.
+    """
+    times = predictions(shape, model, CHUNK_COUNTS if chunks is None else (chunks,))
+    allowed = [key for key in times if schedule in ("auto", key[0])]
+    best = min(allowed, key=lambda key: times[key])
+    named = {candidate_name(*key): time for key, time in times.items()}
+    if schedule != "auto" and chunks is not None:
+        return Choice(schedule, chunks, f"--moe-schedule {schedule} was given", named)
+    others = sorted((key for key in times if key != best), key=lambda key: times[key])
+    shown = ", ".join(f"{candidate_name(*key)} {times[key]:.2f} ms" for key in others[:3])
     factor = "dropless" if shape.capacity_factor is None else f"k f = {shape.topk * shape.capacity_factor:g}"
     reason = (
-        f"{best} {times[best]:.2f} ms predicted for forward and backward of a layer, {others} "
-        f"({factor}, tokens {shape.token_bytes / 1e6:.2f} MB, buckets {shape.bucket_bytes / 1e6:.2f} MB; "
-        f"{model.source})"
+        f"{times[best]:.2f} ms predicted for forward and backward of a layer; next {shown} ({factor}, tokens "
+        f"{shape.token_bytes / 1e6:.2f} MB, buckets {shape.rows * shape.row_bytes / 1e6:.2f} MB; {model.source})"
     )
-    return Choice(best, 1, reason, times)
+    return Choice(*best, reason, named)

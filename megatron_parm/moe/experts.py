@@ -4,7 +4,7 @@ A rank holds E / ep experts and f / esp of each one's width, so what it computes
 adds the parts. The second bias is added by the first rank of esp only. Source: parm.md sections 1 and 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.feed_forward import ACTIVATIONS, Activation, gates_of
 from megatron_parm.layers.initialise import ZEROS, Initialiser, attach
-from megatron_parm.moe.buckets import Buckets, Ragged
+from megatron_parm.moe.buckets import Buckets, Packed
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.sharding import Cut, make_parameter
@@ -42,6 +42,16 @@ def _divide_gradient(x: Tensor, divisor: int) -> Tensor:
     result = _DivideGradient.apply(x, divisor)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result
+
+
+class _ContiguousGradient(Function):
+    @staticmethod
+    def forward(saved: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(saved: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 class Experts(nn.Module):
@@ -82,7 +92,7 @@ class Experts(nn.Module):
         self.bias2 = parameter((num_experts, hidden_size), None, ZEROS, decays=False) if bias else None
 
     def forward(self, inbox: Buckets, *, copies: int = 1) -> Buckets:
-        """One esp-th of each expert's output, in the layout of `inbox`: `[peers, e, c, h]` or `Ragged`.
+        """One esp-th of each expert's output, in the layout of `inbox`: `[peers, e, c, h]` or `Packed`.
 
         copies: how many times each token arrives in all; the weights' gradient is divided by it.
         """
@@ -90,8 +100,8 @@ class Experts(nn.Module):
         weight2 = _divide_gradient(self.weight2, copies)
         bias1 = None if self.bias1 is None else _divide_gradient(self.bias1, copies).flatten(1)
         bias2 = None if self.bias2 is None else self._bias_of_first(_divide_gradient(self.bias2, copies))
-        if isinstance(inbox, Ragged):
-            return self._ragged(inbox, weight1, weight2, bias1, bias2)
+        if isinstance(inbox, Packed):
+            return self._packed(inbox, weight1, weight2, bias1, bias2)
         peers, num_local, slots, hidden = inbox.shape
         x = inbox.transpose(0, 1).reshape(num_local, peers * slots, hidden)  # [e, peers * c, h]
         x = _add(torch.bmm(x, weight1.transpose(1, 2)), bias1)  # [e, peers * c, (2 *) f/esp]
@@ -101,16 +111,16 @@ class Experts(nn.Module):
     def _bias_of_first(self, bias: Tensor) -> Tensor:
         return share(bias, self._esp) * (self._esp.rank == 0)
 
-    def _ragged(
-        self, inbox: Ragged, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None
-    ) -> Ragged:
-        order, counts = _by_expert(inbox, weight1.shape[0])
-        x = inbox.rows.index_select(0, order)
-        x = _add_grouped(_grouped_linear(x, weight1, counts), bias1, counts)  # [r, (2 *) f/esp]
-        x = _add_grouped(_grouped_linear(self._activate(x), weight2, counts), bias2, counts)  # [r, h]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        return replace(inbox, rows=x.index_select(0, back))
+    def _packed(
+        self, inbox: Packed, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None
+    ) -> Packed:
+        by_expert = tuple(zip(*inbox.counts, strict=True))  # [e][peers]
+        counts = [sum(peers) for peers in by_expert]
+        ends = _row_ends(counts, inbox.rows.device)
+        x = _regroup(inbox.rows, inbox.counts)  # from (peer, expert) to (expert, peer)
+        x = _add_grouped(_grouped_linear(x, weight1, counts, ends), bias1, counts)  # [r, (2 *) f/esp]
+        x = _add_grouped(_grouped_linear(self._activate(x), weight2, counts, ends), bias2, counts)  # [r, h]
+        return replace(inbox, rows=_regroup(x, by_expert))
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,27 +130,33 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
 def _add_grouped(x: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
     if bias is None:
         return x
-    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(x.device)
-    return x + bias[owner]
+    return x + torch.cat([row.expand(count, -1) for row, count in zip(bias.unbind(0), counts, strict=True)])
 
 
-def _by_expert(inbox: Ragged, num_local: int) -> tuple[Tensor, list[int]]:
-    """The order that sorts rows from (peer, expert) to (expert, peer), and the rows of each expert."""
-    sizes = torch.tensor(inbox.counts, dtype=torch.int64).view(-1, num_local)
-    blocks = torch.tensor(list(chain(*(range(num_local) for _ in inbox.counts))), dtype=torch.int64)
-    owner = blocks.repeat_interleave(sizes.flatten())
-    order = owner.argsort(stable=True).to(inbox.rows.device)
-    return order, sizes.sum(0).tolist()
+def _regroup(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Blocks of rows in the order (outer, inner), `sizes[outer][inner]` rows each, into the order (inner, outer)."""
+    outer, inner = len(sizes), len(sizes[0])
+    if outer == 1 or inner == 1:
+        return rows
+    blocks = torch.split(rows, list(chain(*sizes)))
+    return torch.cat([blocks[o * inner + i] for i in range(inner) for o in range(outer)])
 
 
-def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+def _row_ends(counts: list[int], device: torch.device) -> Tensor:
+    """Where each expert's rows end; copied without waiting for the device."""
+    on_host = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int], ends: Tensor) -> Tensor:
     """Rows of x `[r, in]`, sorted by expert, each times its expert's weight `[e, out, in]`: `[r, out]`."""
     grouped: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
     if grouped is not None and x.shape[0] and _fits_grouped(weight):
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-        return grouped(x, weight.transpose(1, 2), offs=ends)
-    parts = [F.linear(rows, weight[e]) for e, rows in enumerate(torch.split(x, counts))]
-    return torch.cat(parts)  # [r, out]
+        product = grouped(x, weight.transpose(1, 2), offs=ends)
+        written: Tensor = _ContiguousGradient.apply(product)  # type: ignore[no-untyped-call]  # all that it takes
+        return written
+    blocks = zip(torch.split(x, counts), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in blocks])  # [r, out]
 
 
 def _fits_grouped(weight: Tensor) -> bool:

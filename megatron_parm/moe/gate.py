@@ -35,6 +35,7 @@ class GateSettings:
     eval_capacity_factor: float | None
     min_capacity: int
     drop_policy: DropPolicy
+    pads_to_capacity: bool
     pre_softmax: bool
     balance_coefficient: float | None
     z_coefficient: float | None
@@ -65,7 +66,7 @@ class Gate(nn.Module):
         self._layer = layer
         self._tp = tp
         self._scale = scale
-        self._record = record
+        self.record = record
         shape = (settings.num_experts, hidden_size)
         self.weight = attach(make_parameter(shape, dtype=dtype, device=device), initialiser)
 
@@ -75,13 +76,16 @@ class Gate(nn.Module):
         *,
         shared_over: Axis | None = None,
         segments: Axis | None = None,
+        padded: bool = False,
         slots_multiple_of: int = 1,
+        chunks: int = 1,
     ) -> Routing:
         """Route tokens `[n, h]`.
 
         shared_over: the tokens are this rank's slice over that axis, so the weight's gradient and the counts of the
         balance loss are summed over it. segments: the tokens are those of all ranks of that axis, in axis order; each
-        rank's own count alone in the losses. In eval mode there are no losses and nothing is recorded.
+        rank's own count alone in the losses. padded, slots_multiple_of, chunks: see
+        `place`. In eval mode there are no losses and nothing is recorded.
         """
         num_segments = 1 if segments is None else segments.size
         logits = self._logits(tokens, shared_over, num_segments)  # [n, E]
@@ -93,7 +97,9 @@ class Gate(nn.Module):
             self.capacity(tokens.shape[0] // num_segments),
             policy=self.settings.drop_policy,
             segments=num_segments,
+            padded=padded or self.settings.pads_to_capacity,
             slots_multiple_of=slots_multiple_of,
+            chunks=chunks,
         )
         if not self.training:
             return routing
@@ -165,6 +171,6 @@ class Gate(nn.Module):
         entropy = torch.special.entr(probabilities).sum()
         figures = MicroBatchFigures(*losses, entropy=entropy, kept=kept.sum(), counts=counts)
         is_cut = shared_over is not None
-        self._record.add(
+        self.record.add(
             self._layer, figures, copies=1 if is_cut else self._tp.size, parts=self._tp.size if is_cut else 1
         )

@@ -15,11 +15,12 @@ class MoELayer(nn.Module):
     `schedule` is a name of `SCHEDULES`. All schedules hold the same parameters, so it may be changed between steps.
     """
 
-    def __init__(self, gate: Gate, experts: Experts, *, schedule: str, ctx: ParallelContext) -> None:
+    def __init__(self, gate: Gate, experts: Experts, *, schedule: str, chunks: int = 1, ctx: ParallelContext) -> None:
         super().__init__()
         self.router = gate
         self.experts = experts
         self.schedule = schedule
+        self.chunks = chunks
         self._ctx = ctx
 
     @property
@@ -31,5 +32,5 @@ class MoELayer(nn.Module):
         """[s, b, h] -> [s, b, h]."""
         expect_shape(x, "s b h", h=self.router.weight.shape[1])
         tokens = x.reshape(-1, x.shape[-1])  # [n, h]
-        output = SCHEDULES[self.schedule](tokens, self, self._ctx)  # [n, h]
+        output = SCHEDULES[self.schedule](tokens, self, self._ctx, self.chunks)  # [n, h]
         return output.view_as(x)

@@ -1,11 +1,13 @@
-"""Which expert slot each token goes to: the value that the gate hands to dispatch and combine. Floor 5.
+"""Which bucket row each token goes to: the value that the gate hands to dispatch and combine. Floor 5.
 
-Rows are places in the flattened buckets. With a capacity, every expert owns the same number of slots and row =
-expert * slots + slot; a choice that finds no slot is dropped. Without a capacity (dropless), rows are the choices
-sorted by expert and every choice is kept. Source: parm.md sections 1 and 4; Megatron's `--moe-token-drop-policy`.
+Rows are places in the buckets, flattened. Buckets come in chunks (`--moe-pipeline-chunks`), each contiguous. Padded
+buckets give every expert the same number of slots per chunk; a choice that finds no slot is dropped and slots that
+nobody takes stay empty. Packed buckets hold the kept choices only, sorted by expert within a chunk. Source: parm.md
+sections 1 and 4; Megatron's `--moe-token-drop-policy` and `--moe-pad-expert-input-to-capacity`.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -19,8 +21,10 @@ class Routing:
     """The choices of n tokens.
 
     expert, row, kept: `[n, k]`; weight: `[n, k]`, zero where dropped, carries the gradient to the gate. `row` is
-    `num_rows` (one past the end) for a dropped choice. counts: `[E]` choices of each expert before drops. slots: rows
-    an expert owns for each segment, or None when dropless; segments: source ranks whose tokens are routed side by side.
+    `num_rows` (one past the end) for a dropped choice. counts: `[E]` choices of each expert before drops; kept_counts:
+    `[E]` after. slots: rows of an expert in one chunk for each segment, None where the buckets are packed. segments:
+    source ranks whose tokens are routed side by side. num_rows: rows of all buckets; of packed ones an upper bound that
+    needs no look at the device.
     """
 
     expert: Tensor
@@ -28,22 +32,17 @@ class Routing:
     weight: Tensor
     kept: Tensor
     counts: Tensor
+    kept_counts: Tensor
     slots: int | None
     segments: int
+    chunks: int
     num_rows: int
 
     def of_segment(self, segment: int) -> "Routing":
         """The routing of one source rank's tokens; rows still point into the buckets of all segments."""
         part = self.expert.shape[0] // self.segments
         own = slice(segment * part, (segment + 1) * part)
-        return replace(
-            self,
-            expert=self.expert[own],
-            row=self.row[own],
-            weight=self.weight[own],
-            kept=self.kept[own],
-            segments=1,
-        )
+        return replace(self, expert=self.expert[own], row=self.row[own], weight=self.weight[own], kept=self.kept[own])
 
 
 def capacity_of(num_tokens: int, num_experts: int, topk: int, factor: float | None, minimum: int) -> int | None:
@@ -53,6 +52,12 @@ def capacity_of(num_tokens: int, num_experts: int, topk: int, factor: float | No
     # as integers of millionths, so that f = E / k gives n exactly and never n + 1 by rounding
     slots = -(-round(topk * factor * num_tokens * 1_000_000) // (num_experts * 1_000_000))
     return max(slots, minimum)
+
+
+def chunk_counts(count: int, chunks: int) -> list[int]:
+    """How many of `count` rows of an expert each chunk gets: as even as can be."""
+    ends = [-(-count * chunk // chunks) for chunk in range(chunks + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def count_values(index: Tensor, size: int) -> Tensor:
@@ -69,28 +74,52 @@ def place(
     *,
     policy: DropPolicy = "probs",
     segments: int = 1,
+    padded: bool = True,
     slots_multiple_of: int = 1,
+    chunks: int = 1,
 ) -> Routing:
     """Give every choice (`expert`, `weight`: `[n, k]`) a row, or drop it.
 
-    `capacity` counts within each of `segments` equal runs of tokens; slots are rounded up to a multiple of
-    `slots_multiple_of` and the extra ones stay empty. Policy "probs" keeps the choices of largest weight,
-    "position" the first tokens.
+    `capacity` counts within each of `segments` equal runs of tokens; None keeps everything and packs the buckets.
+    Policy "probs" keeps the choices of largest weight, "position" the first tokens. Slots of padded buckets are rounded
+    up so that each chunk has a multiple of `slots_multiple_of`.
     """
     counts = count_values(expert, num_experts)
     if capacity is None:
-        row = _rank_within(expert.flatten(), counts, add_start=True).view_as(expert)
         kept = torch.ones_like(expert, dtype=torch.bool)
-        return Routing(expert, row, weight, kept, counts, None, segments, expert.numel())
-    slots = -(-capacity // slots_multiple_of) * slots_multiple_of
-    owners = num_experts * segments
+        row = _packed_rows(expert, counts, chunks)
+        return Routing(expert, row, weight, kept, counts, counts, None, segments, chunks, row.numel())
     segment = torch.arange(segments, device=expert.device).repeat_interleave(expert.numel() // segments)
-    owner = expert.flatten() * segments + segment
-    slot = _slots(owner, weight, owners, policy)
-    kept = slot < capacity
-    row = torch.where(kept, owner * slots + slot, owners * slots).view_as(expert)
-    kept = kept.view_as(expert)
-    return Routing(expert, row, weight * kept, kept, counts, slots, segments, owners * slots)
+    owner = expert.flatten() * segments + segment  # [n * k]
+    slot = _slots(owner, weight, num_experts * segments, policy)
+    kept = (slot < capacity).view_as(expert)
+    kept_or_none = torch.where(kept, expert, num_experts)
+    kept_counts = count_values(kept_or_none, num_experts + 1)[:-1]
+    if not padded:
+        row = torch.where(kept, _packed_rows(kept_or_none, kept_counts, chunks), expert.numel())
+        return Routing(expert, row, weight * kept, kept, counts, kept_counts, None, segments, chunks, row.numel())
+    per_chunk = -(-capacity // (slots_multiple_of * chunks)) * slots_multiple_of
+    owners = num_experts * segments
+    chunk, within = slot // per_chunk, slot % per_chunk
+    row = ((chunk * owners + owner) * per_chunk + within).view_as(expert)
+    num_rows = chunks * owners * per_chunk
+    row = torch.where(kept, row, num_rows)
+    return Routing(expert, row, weight * kept, kept, counts, kept_counts, per_chunk, segments, chunks, num_rows)
+
+
+def _packed_rows(expert: Tensor, counts: Tensor, chunks: int) -> Tensor:
+    """The place of each choice after a stable sort by (chunk, expert); chunks cut each expert's rows evenly.
+
+    `counts`: `[E]`; an expert of number E or above is none, and comes last.
+    """
+    key, num_experts = expert.flatten(), counts.shape[0]
+    if chunks > 1:
+        sizes = torch.cat([counts, counts.new_ones(1)])
+        chunk = _rank_within(key, sizes) * chunks // sizes[key]
+        key = torch.where(key < num_experts, chunk * num_experts + key, chunks * num_experts)
+    row = torch.empty_like(key)
+    row[key.argsort(stable=True)] = torch.arange(key.numel(), device=key.device)
+    return row.view_as(expert)
 
 
 def _slots(owner: Tensor, weight: Tensor, num_owners: int, policy: DropPolicy) -> Tensor:
@@ -104,13 +133,10 @@ def _slots(owner: Tensor, weight: Tensor, num_owners: int, policy: DropPolicy) -
     return slot
 
 
-def _rank_within(owner: Tensor, counts: Tensor, *, add_start: bool = False) -> Tensor:
-    """How many earlier entries have the same owner; with `add_start` the place after a stable sort by owner."""
+def _rank_within(owner: Tensor, counts: Tensor) -> Tensor:
+    """How many earlier entries have the same owner."""
     order = owner.argsort(stable=True)
-    place_sorted = torch.arange(owner.numel(), device=owner.device)
-    if not add_start:
-        start = counts.cumsum(0) - counts
-        place_sorted = place_sorted - start[owner[order]]
+    start = counts.cumsum(0) - counts
     ranked = torch.empty_like(owner)
-    ranked[order] = place_sorted
+    ranked[order] = torch.arange(owner.numel(), device=owner.device) - start[owner[order]]
     return ranked

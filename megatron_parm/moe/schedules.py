@@ -10,17 +10,26 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_parm.moe.buckets import Buckets, combine, dispatch
+from megatron_parm.moe.buckets import Buckets, announce, combine, dispatch
 from megatron_parm.moe.routing import Routing
 from megatron_parm.moe.steps import (
-    ep_all_to_all,
-    ep_esp_all_to_all,
+    arrived,
+    ep_esp_return,
+    ep_esp_send,
+    ep_return,
+    ep_send,
     esp_all_gather,
-    esp_all_reduce,
+    esp_collect,
+    esp_reduce,
     esp_replicate,
+    esp_split,
+    esp_spread,
     esp_sum,
     mp_all_gather,
+    mp_send,
+    mp_slice,
     mp_split,
+    pipelined,
 )
 from megatron_parm.parallel.context import Axis, ParallelContext
 
@@ -34,7 +43,9 @@ class GateStep(Protocol):
         *,
         shared_over: Axis | None = None,
         segments: Axis | None = None,
+        padded: bool = False,
         slots_multiple_of: int = 1,
+        chunks: int = 1,
     ) -> Routing:
         """The routing of `tokens`."""
 
@@ -58,49 +69,112 @@ class MoEBlock(Protocol):
         """Its experts."""
 
 
-Schedule = Callable[[Tensor, MoEBlock, ParallelContext], Tensor]
+Schedule = Callable[[Tensor, MoEBlock, ParallelContext, int], Tensor]
 
 
-def baseline(tokens: Tensor, block: MoEBlock, ctx: ParallelContext) -> Tensor:
+def baseline(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
     """The order of DeepSpeed-MoE as the paper models it. MP peers hold the same tokens: all is done N_MP times."""
     gathered = esp_all_gather(tokens, ctx)  # [esp*n, h]
-    routing = block.gate(gathered, segments=ctx.esp)  # the tokens of each source rank own c slots
-    buckets = dispatch(gathered, routing)  # [E, esp*c, h]
-    inbox = ep_all_to_all(buckets, ctx)  # [ep, e, esp*c, h]
-    partial = block.experts(inbox, copies=ctx.tp.size)  # [ep, e, esp*c, h]  one esp-th of each sum
-    summed = esp_all_reduce(partial, ctx)  # [ep, e, esp*c, h]
-    buckets = ep_all_to_all(summed, ctx)  # [E, esp*c, h]
-    return combine(buckets, routing.of_segment(ctx.esp.rank))  # [n, h]  ESP-Split
+    routing = block.gate(gathered, segments=ctx.esp, chunks=chunks)  # each source rank's tokens own c slots
+    returned = pipelined(
+        announce(dispatch(gathered, routing), ctx.ep),  # [E, esp*c, h]
+        lambda part: ep_send(part, ctx),  # [ep, e, esp*c, h]
+        lambda inbox: esp_reduce(block.experts(arrived(inbox), copies=ctx.tp.size), ctx),  # partial sums, added
+        lambda summed: ep_return(arrived(summed), ctx),  # [E, esp*c, h]
+        arrived,
+    )
+    return combine(returned, routing.of_segment(ctx.esp.rank))  # [n, h]  ESP-Split
 
 
-def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext) -> Tensor:
+def deepspeed(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """What DeepSpeed's code does since 0.14.5, for N_ESP = 1 and N_ESP = N_MP: drop duplicates, gather again."""
+    assert ctx.esp.size in (1, ctx.tp.size), "deepspeed knows N_ESP = 1 and N_ESP = N_MP"
+    routing = block.gate(tokens, padded=True, slots_multiple_of=ctx.tp.size, chunks=chunks)
+    assert routing.slots is not None, "deepspeed drops MP duplicates along the slots and so needs a capacity"
+    gathered = pipelined(
+        dispatch(tokens, routing),  # [E, c, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_send(arrived(part), ctx),  # [ep, e, c/tp, h]
+        lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c/tp, h]
+        lambda spread: esp_reduce(block.experts(arrived(spread)), ctx),  # partial sums, added
+        lambda summed: ep_return(esp_split(arrived(summed), ctx), ctx),  # [E, c/tp, h]
+        lambda returned: mp_send(arrived(returned), ctx),  # [E, c, h]
+        arrived,
+    )
+    return combine(gathered, routing)  # [n, h]
+
+
+def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
     """Pause MP before the gate, resume it at the end. Capacity is counted within each MP slice."""
     shard = mp_split(tokens, ctx)  # [n/tp, h]
-    routing = block.gate(shard, shared_over=ctx.tp)  # gate weights: gradient summed over tp
-    buckets = dispatch(shard, routing)  # [E, c, h]
-    outbox = esp_replicate(buckets, ctx)  # [ep*esp, e, c, h]
-    inbox = ep_esp_all_to_all(outbox, ctx)  # [ep*esp, e, c, h]
-    partial = block.experts(inbox)  # [ep*esp, e, c, h]  one esp-th of each sum
-    returned = ep_esp_all_to_all(partial, ctx)  # [ep*esp, e, c, h]
-    buckets = esp_sum(returned, ctx)  # [E, c, h]
-    shard = combine(buckets, routing)  # [n/tp, h]
+    routing = block.gate(shard, shared_over=ctx.tp, chunks=chunks)  # gate weights: gradient summed over tp
+    returned = pipelined(
+        announce(dispatch(shard, routing), ctx.ep_esp),  # [E, c, h]
+        lambda part: ep_esp_send(esp_replicate(part, ctx), ctx),  # [ep*esp, e, c, h]
+        lambda inbox: ep_esp_return(block.experts(arrived(inbox)), ctx),  # one esp-th of each sum
+        lambda partial: esp_sum(arrived(partial), ctx),  # [E, c, h]
+    )
+    shard = combine(returned, routing)  # [n/tp, h]
     return mp_all_gather(shard, ctx)  # [n, h]
 
 
-def s2(tokens: Tensor, block: MoEBlock, ctx: ParallelContext) -> Tensor:
-    """Pause MP after the gate, resume it before the combine. Routes and drops exactly as the baseline."""
-    routing = block.gate(tokens, slots_multiple_of=ctx.tp.size)
-    buckets = dispatch(tokens, routing)  # [E, c, h]
-    assert isinstance(buckets, Tensor), "s2 cuts slots over MP and so needs a capacity"
-    shard = mp_split(buckets, ctx, dim=1)  # [E, c/tp, h]
-    outbox = esp_replicate(shard, ctx)  # [ep*esp, e, c/tp, h]
-    inbox = ep_esp_all_to_all(outbox, ctx)  # [ep*esp, e, c/tp, h]
-    partial = block.experts(inbox)  # [ep*esp, e, c/tp, h]  one esp-th of each sum
-    returned = ep_esp_all_to_all(partial, ctx)  # [ep*esp, e, c/tp, h]
-    summed = esp_sum(returned, ctx)  # [E, c/tp, h]
-    assert isinstance(summed, Tensor)
-    buckets = mp_all_gather(summed, ctx, dim=1)  # [E, c, h]
-    return combine(buckets, routing)  # [n, h]
+def s2(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """Pause MP after the gate, resume it before the combine. Routes and drops exactly as the baseline.
+
+    Its end is SAA: while the AlltoAll of one chunk runs, the chunk before it is gathered among MP peers. Backward has
+    the same at its own end, the adjoint of the beginning.
+    """
+    routing = block.gate(tokens, padded=True, slots_multiple_of=ctx.tp.size, chunks=chunks)
+    assert routing.slots is not None, "s2 cuts slots over MP and so needs a capacity"
+    gathered = pipelined(
+        dispatch(tokens, routing),  # [E, c, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_esp_send(esp_replicate(arrived(part), ctx), ctx),  # [ep*esp, e, c/tp, h]
+        lambda inbox: ep_esp_return(block.experts(arrived(inbox)), ctx),  # one esp-th of each sum
+        lambda partial: mp_send(esp_sum(arrived(partial), ctx), ctx),  # [E, c/tp, h] -> [E, c, h]
+        arrived,
+    )
+    return combine(gathered, routing)  # [n, h]
 
 
-SCHEDULES: dict[str, Schedule] = {"baseline": baseline, "s1": s1, "s2": s2}
+def s1h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """S1 with one copy of each token across nodes: the ESP shards share it inside the node."""
+    shard = mp_split(tokens, ctx)  # [n/tp, h]
+    routing = block.gate(shard, shared_over=ctx.tp, chunks=chunks)  # gate weights: gradient summed over tp
+    returned = pipelined(
+        announce(dispatch(shard, routing), ctx.ep_esp),  # [E, c, h]
+        lambda part: ep_send(part, ctx),  # [ep, e, c, h]
+        lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c, h]
+        lambda spread: esp_collect(block.experts(arrived(spread)), ctx),  # partial sums -> [ep, e, c, h]
+        lambda summed: ep_return(arrived(summed), ctx),  # [E, c, h]
+        arrived,
+    )
+    shard = combine(returned, routing)  # [n/tp, h]
+    return mp_all_gather(shard, ctx)  # [n, h]
+
+
+def s2h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """S2 with one copy of each token across nodes: the ESP shards share it inside the node."""
+    routing = block.gate(tokens, padded=True, slots_multiple_of=ctx.tp.size, chunks=chunks)
+    assert routing.slots is not None, "s2 cuts slots over MP and so needs a capacity"
+    gathered = pipelined(
+        dispatch(tokens, routing),  # [E, c, h]
+        lambda part: mp_slice(part, ctx),  # [E, c/tp, h]
+        lambda part: ep_send(arrived(part), ctx),  # [ep, e, c/tp, h]
+        lambda inbox: esp_spread(arrived(inbox), ctx),  # [esp*ep, e, c/tp, h]
+        lambda spread: esp_collect(block.experts(arrived(spread)), ctx),  # partial sums -> [ep, e, c/tp, h]
+        lambda summed: ep_return(arrived(summed), ctx),  # [E, c/tp, h]
+        lambda returned: mp_send(arrived(returned), ctx),  # [E, c, h]
+        arrived,
+    )
+    return combine(gathered, routing)  # [n, h]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "baseline": baseline,
+    "deepspeed": deepspeed,
+    "s1": s1,
+    "s2": s2,
+    "s1h": s1h,
+    "s2h": s2h,
+}

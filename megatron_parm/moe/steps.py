@@ -1,18 +1,66 @@
 """The steps of the schedules in the paper's words, each bound to its axis. Floor 5.
 
-MP is `ctx.tp`, ESP is `ctx.esp`, EP&ESP is `ctx.ep_esp` (esp fastest). A step takes buckets of equal slots, as one
-dense tensor, or `Ragged` ones (dropless). Each is made of operators that carry their adjoint. Source: parm.md
-sections 2 and 3.
+MP is `ctx.tp`, ESP is `ctx.esp`, EP&ESP is `ctx.ep_esp` (esp fastest). A step that communicates returns what is on the
+wire; `arrived` waits for it. A step takes padded buckets, one dense tensor, or packed ones. Each is made of operators
+that carry their adjoint. Source: parm.md sections 2 and 3.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_parm.moe.buckets import Buckets, Counts, Ragged
-from megatron_parm.parallel import collectives, transport
-from megatron_parm.parallel.context import Axis, ParallelContext
+from megatron_parm.moe import packed_steps
+from megatron_parm.moe.buckets import Buckets, Packed
+from megatron_parm.moe.packed_steps import PackedFlight
+from megatron_parm.parallel import collectives
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.overlapped import (
+    AllReduceSumming,
+    AllToAll,
+    OwnSlice,
+    Pending,
+    ScatterSum,
+    StackIdentical,
+    StackSumming,
+    finish,
+    start,
+)
+
+
+@dataclass(frozen=True)
+class PaddedFlight:
+    """A dense tensor on the wire and how it is to be seen when it arrives."""
+
+    pending: Pending
+    unpack: Callable[[Tensor], Tensor]
+
+
+Flight = PaddedFlight | PackedFlight
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def arrived(flight: Flight) -> Buckets:
+    """Wait for what is on the wire."""
+    return flight.unpack(finish(flight.pending))
+
+
+def pipelined(parts: Iterable[Buckets], *stages: Callable[[Any], Any]) -> list[Any]:
+    """Take every part through all stages; while one part is at a stage, the next is at the stage before.
+
+    A stage that ends in a send leaves its part on the wire while the other parts compute or travel. Backward runs the
+    same way round.
+    """
+    values: list[Any] = list(parts)
+    for step in range(len(values) + len(stages) - 1):
+        for place, stage in enumerate(stages):
+            if 0 <= step - place < len(values):
+                values[step - place] = stage(values[step - place])
+    return values
 
 
 def mp_split(x: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
@@ -25,78 +73,96 @@ def mp_all_gather(x: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
     return collectives.all_gather(x, ctx.tp, dim)
 
 
+def mp_slice(slots: Buckets, ctx: ParallelContext) -> Flight:
+    """MP-Split along the slots: `[E, c, h]` -> `[E, c/tp, h]`. Only its adjoint, an AllGather, is ever on the wire."""
+    assert isinstance(slots, Tensor)
+    num_experts, num_slots, hidden = slots.shape
+    stack = slots.view(num_experts, ctx.tp.size, num_slots // ctx.tp.size, hidden).transpose(0, 1)
+    return PaddedFlight(start(stack, OwnSlice(ctx.tp)), _as_it_is)
+
+
+def mp_send(slots: Buckets, ctx: ParallelContext) -> Flight:
+    """MP-AllGather along the slots, on the wire: `[E, c/tp, h]` -> `[E, c, h]`."""
+    assert isinstance(slots, Tensor)
+    return PaddedFlight(start(slots, StackIdentical(ctx.tp)), lambda x: x.transpose(0, 1).flatten(1, 2))
+
+
 def esp_all_gather(tokens: Tensor, ctx: ParallelContext) -> Tensor:
     """ESP-AllGather: the tokens of all ESP peers, which each then uses with its own shard of the experts."""
     return collectives.all_gather_summing(tokens, ctx.esp, 0)
 
 
-def esp_all_reduce(partial: Buckets, ctx: ParallelContext) -> Buckets:
+def esp_reduce(partial: Buckets, ctx: ParallelContext) -> Flight:
     """ESP-AllReduce of partial sums, of which each rank then keeps the part of its own tokens."""
-    if isinstance(partial, Ragged):
-        return replace(partial, rows=collectives.all_reduce_summing(partial.rows, ctx.esp))
-    return collectives.all_reduce_summing(partial, ctx.esp)
+    collective = AllReduceSumming(ctx.esp)
+    if isinstance(partial, Packed):
+        return PackedFlight(start(partial.rows, collective), lambda rows: replace(partial, rows=rows))
+    return PaddedFlight(start(partial, collective), _as_it_is)
 
 
-def ep_all_to_all(buckets: Buckets, ctx: ParallelContext) -> Buckets:
-    """EP-AlltoAll there (`[E, c, h]` -> `[ep, e, c, h]`) and back (`[ep, e, c, h]` -> `[E, c, h]`)."""
-    if isinstance(buckets, Ragged):
-        return _exchange(_by_owner(buckets, ctx.ep), ctx.ep)
-    if buckets.dim() == 3:
-        return collectives.all_to_all(_per_owner(buckets, ctx.ep), ctx.ep)  # [ep, e, c, h]
-    return collectives.all_to_all(buckets, ctx.ep).flatten(0, 1)  # [E, c, h]
+def esp_split(gathered: Buckets, ctx: ParallelContext) -> Tensor:
+    """ESP-Split: the part of this rank's own rows, `[esp*ep, e, c, h]` -> `[ep, e, c, h]`."""
+    assert isinstance(gathered, Tensor)
+    return gathered.view(ctx.esp.size, ctx.ep.size, *gathered.shape[1:])[ctx.esp.rank]
 
 
-def esp_replicate(buckets: Buckets, ctx: ParallelContext) -> Buckets:
+def ep_send(part: Buckets, ctx: ParallelContext) -> Flight:
+    """EP-AlltoAll there: `[E, c, h]` -> `[ep, e, c, h]`."""
+    if isinstance(part, Packed):
+        return packed_steps.ep_send(part, ctx)
+    owned = part.view(ctx.ep.size, -1, *part.shape[1:])  # [ep, e, c, h]
+    return PaddedFlight(start(owned, AllToAll(ctx.ep)), _as_it_is)
+
+
+def ep_return(part: Buckets, ctx: ParallelContext) -> Flight:
+    """EP-AlltoAll back: `[ep, e, c, h]` -> `[E, c, h]`."""
+    if isinstance(part, Packed):
+        return packed_steps.ep_return(part, ctx)
+    return PaddedFlight(start(part, AllToAll(ctx.ep)), lambda x: x.flatten(0, 1))
+
+
+def esp_spread(inbox: Buckets, ctx: ParallelContext) -> Flight:
+    """ESP-AllGather inside the node: `[ep, e, c, h]` -> `[esp*ep, e, c, h]`, used by each rank with its own shard."""
+    if isinstance(inbox, Packed):
+        return packed_steps.esp_spread(inbox, ctx)
+    return PaddedFlight(start(inbox, StackSumming(ctx.esp)), lambda x: x.flatten(0, 1))
+
+
+def esp_collect(partial: Buckets, ctx: ParallelContext) -> Flight:
+    """ESP-ReduceScatter inside the node: `[esp*ep, e, c, h]` of partial sums -> `[ep, e, c, h]`."""
+    if isinstance(partial, Packed):
+        return packed_steps.esp_collect(partial, ctx)
+    stack = partial.unflatten(0, (ctx.esp.size, ctx.ep.size))  # type: ignore[no-untyped-call]  # torch's
+    return PaddedFlight(start(stack, ScatterSum(ctx.esp)), _as_it_is)
+
+
+def esp_replicate(part: Buckets, ctx: ParallelContext) -> Buckets:
     """ESP dump: one copy of the buckets for each ESP shard of their expert, `[E, c, h]` -> `[ep*esp, e, c, h]`."""
-    copies = ctx.esp.size
-    if isinstance(buckets, Ragged):
-        owned = _by_owner(buckets, ctx.ep)
-        blocks = [block for block in torch.split(owned.rows, owned.splits) for _ in range(copies)]
-        counts = tuple(counts for counts in owned.counts for _ in range(copies))
-        return Ragged(torch.cat(blocks), counts)
-    owned_slots = _per_owner(buckets, ctx.ep).unsqueeze(1)  # [ep, 1, e, c, h]
-    return owned_slots.expand(-1, copies, -1, -1, -1).flatten(0, 1)  # [ep*esp, e, c, h]
+    if isinstance(part, Packed):
+        return packed_steps.esp_replicate(part, ctx)
+    owned = part.view(ctx.ep.size, 1, -1, *part.shape[1:])  # [ep, 1, e, c, h]
+    return owned.expand(-1, ctx.esp.size, -1, -1, -1).flatten(0, 1)  # [ep*esp, e, c, h]
 
 
-def ep_esp_all_to_all(buckets: Buckets, ctx: ParallelContext) -> Buckets:
-    """EP&ESP-AlltoAll: block p goes to rank p of the fused group; what it sent becomes block p."""
-    if isinstance(buckets, Ragged):
-        return _exchange(buckets, ctx.ep_esp)
-    return collectives.all_to_all(buckets, ctx.ep_esp)
+def ep_esp_send(outbox: Buckets, ctx: ParallelContext) -> Flight:
+    """EP&ESP-AlltoAll there: block p goes to rank p of the fused group."""
+    if isinstance(outbox, Packed):
+        return packed_steps.ep_esp_send(outbox, ctx)
+    return PaddedFlight(start(outbox, AllToAll(ctx.ep_esp)), _as_it_is)
+
+
+def ep_esp_return(partial: Buckets, ctx: ParallelContext) -> Flight:
+    """EP&ESP-AlltoAll back: every shard's part of what was sent there."""
+    if isinstance(partial, Packed):
+        return packed_steps.ep_esp_return(partial, ctx)
+    return PaddedFlight(start(partial, AllToAll(ctx.ep_esp)), _as_it_is)
 
 
 def esp_sum(returned: Buckets, ctx: ParallelContext) -> Buckets:
     """Local combine: the sum of the ESP shards' parts, `[ep*esp, e, c, h]` -> `[E, c, h]`."""
-    if isinstance(returned, Ragged):
-        blocks = torch.split(returned.rows, returned.splits)
-        sums = [sum(blocks[at + 1 : at + ctx.esp.size], blocks[at]) for at in range(0, len(blocks), ctx.esp.size)]
-        counts = tuple(count for block in returned.counts[:: ctx.esp.size] for count in block)
-        return Ragged(torch.cat(sums), (counts,))
+    if isinstance(returned, Packed):
+        return packed_steps.esp_sum(returned, ctx)
+    if ctx.esp.size == 1:
+        return returned.flatten(0, 1)  # [E, c, h]
     parts = returned.view(ctx.ep.size, ctx.esp.size, *returned.shape[1:])  # [ep, esp, e, c, h]
     return parts.sum(1).flatten(0, 1)  # [E, c, h]
-
-
-def _per_owner(buckets: Tensor, ep: Axis) -> Tensor:
-    """`[E, c, h]` -> `[ep, e, c, h]`: the experts of each EP rank."""
-    return buckets.view(ep.size, -1, *buckets.shape[1:])
-
-
-def _by_owner(buckets: Ragged, ep: Axis) -> Ragged:
-    """One block of E experts as ep blocks of e; blocks that came out of an exchange stay as they are."""
-    if len(buckets.counts) != 1 or buckets.home is not None:
-        return buckets
-    (counts,) = buckets.counts
-    each = len(counts) // ep.size
-    return Ragged(buckets.rows, tuple(counts[at : at + each] for at in range(0, len(counts), each)))
-
-
-def _exchange(buckets: Ragged, axis: Axis) -> Ragged:
-    received = buckets.home if buckets.home is not None else _exchange_counts(buckets.counts, axis, buckets.rows.device)
-    arriving = [sum(block) for block in received]
-    rows = collectives.all_to_all_uneven(buckets.rows, axis, buckets.splits, arriving)
-    return Ragged(rows, received, home=None if buckets.home is not None else buckets.counts)
-
-
-def _exchange_counts(counts: Counts, axis: Axis, device: torch.device) -> Counts:
-    received = transport.exchange(torch.tensor(counts, device=device), axis)
-    return tuple(tuple(block) for block in received.tolist())

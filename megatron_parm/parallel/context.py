@@ -37,7 +37,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Every axis of this rank. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP."""
+    """Every axis of this rank, and its node's name. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP."""
 
     grid: RankGrid
     rank: int
@@ -51,13 +51,14 @@ class ParallelContext:
     ep: Axis
     esp: Axis
     ep_esp: Axis
+    node: str = ""
 
     @staticmethod
     def single(device: torch.device | None = None) -> "ParallelContext":
         """The context of one process on its own: every axis has size 1. Needs no torch.distributed."""
         names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp")
         axes = {name: Axis.single(name) for name in names}
-        return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), **axes)
+        return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), node="", **axes)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`."""

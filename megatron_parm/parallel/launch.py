@@ -7,6 +7,7 @@ differing flags instead of hanging in a collective. One process without torchrun
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ class LaunchEnvironment:
     address: str
     port: int
     attempt: int
+    node: str = ""
 
 
 def read_environment() -> LaunchEnvironment:
@@ -56,6 +58,7 @@ def read_environment() -> LaunchEnvironment:
         address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         port=_number("MASTER_PORT", default=29500, least=1, most=65535),
         attempt=_number("TORCHELASTIC_RESTART_COUNT", default=0),
+        node=f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}",
     )
 
 
@@ -204,15 +207,20 @@ class GroupCache:
         return self._groups[ranks]
 
 
-def build_context(grid: RankGrid, rank: int, device: torch.device, groups: GroupCache) -> ParallelContext:
-    """Every axis of `grid` as seen by `rank`. Call on all ranks with the same grid, after init_process_group."""
+def build_context(
+    grid: RankGrid, rank: int, device: torch.device, groups: GroupCache, node: str = ""
+) -> ParallelContext:
+    """Every axis of `grid` as seen by `rank`. Call on all ranks with the same grid, after init_process_group.
+
+    node: a name that the ranks of one node share and no others.
+    """
     axes = {}
     for name in AXES:
         for ranks in grid.groups(name):
             group = groups.get(ranks) if len(ranks) > 1 else None
             if rank in ranks:
                 axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
-    return ParallelContext(grid, rank, device, **axes)
+    return ParallelContext(grid, rank, device, **axes, node=node)
 
 
 def start(
@@ -227,7 +235,7 @@ def start(
     if store is None:
         return ParallelContext.single(device)
     dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.world, timeout=timeout)
-    return build_context(grid, environment.rank, device, GroupCache(timeout))
+    return build_context(grid, environment.rank, device, GroupCache(timeout), environment.node)
 
 
 def shutdown(ctx: ParallelContext) -> None:

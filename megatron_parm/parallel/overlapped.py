@@ -1,6 +1,6 @@
 """Collectives that run beside other work, forward and backward. Floor 3.
 
-`start_*` puts a collective on the wire and returns at once; `finish` waits for it and gives the result. Between the two
+`start` puts a collective on the wire and returns at once; `finish` waits for it and gives the result. Between the two
 anything else may run: experts, or a collective on another group. Backward mirrors it without further words: the
 adjoint of `finish` starts the adjoint collective, the adjoint of `start` waits for it, so what overlapped forward
 overlaps backward.
@@ -64,6 +64,37 @@ class AllToAllUneven:
 
 
 @dataclass(frozen=True)
+class StackIdentical:
+    """Every rank's tensor, stacked, for a result that every rank uses alike: `[axis, ...]`; see
+    `collectives.all_gather`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """AllGather."""
+        return transport.start_gather_stack(x, self.axis)
+
+    def adjoint(self, gradient: Tensor) -> Flight:
+        """The own slice; nothing is sent."""
+        return transport.landed(gradient[self.axis.rank].contiguous())
+
+
+@dataclass(frozen=True)
+class OwnSlice:
+    """`stack[my rank]` of a stack that is identical on the axis: the adjoint of `StackIdentical`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """The own slice; nothing is sent."""
+        return transport.landed(x[self.axis.rank].contiguous())
+
+    def adjoint(self, gradient: Tensor) -> Flight:
+        """AllGather."""
+        return transport.start_gather_stack(gradient, self.axis)
+
+
+@dataclass(frozen=True)
 class StackSumming:
     """Every rank's tensor, stacked, for a result that each rank uses differently: `[axis, ...]`; gradients are
     summed."""
@@ -94,12 +125,24 @@ class ScatterSum:
         return transport.start_gather_stack(gradient, self.axis)
 
 
-class Pending:
-    """A collective on its way. `token` carries it through autograd; its values mean nothing."""
+@dataclass(frozen=True)
+class AllReduceSumming:
+    """The sum over the axis, for a result that each rank uses differently; see `collectives.all_reduce_summing`."""
+
+    axis: Axis
+
+    def forward(self, x: Tensor) -> Flight:
+        """AllReduce."""
+        return transport.start_sum_over(x, self.axis)
+
+    adjoint = forward
+
+
+class _Wire:
+    """What forward and backward of one collective know of each other."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
-        self.token: Tensor
         self.flight: Flight | None = None
 
     def land(self) -> Tensor:
@@ -110,43 +153,53 @@ class Pending:
         return landed
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A collective on its way. `token` carries it through autograd; its values mean nothing.
+
+    The operators hold the wire alone: one that held the token too would keep itself, and with it the graph, alive.
+    """
+
+    wire: _Wire
+    token: Tensor
+
+
 class _Start(Function):
     @staticmethod
-    def forward(saved: Any, x: Tensor, pending: Pending) -> Tensor:
-        saved.pending = pending
-        pending.flight = pending.collective.forward(x)
+    def forward(saved: Any, x: Tensor, wire: _Wire) -> Tensor:
+        saved.wire = wire
+        wire.flight = wire.collective.forward(x)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(saved: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return saved.pending.land(), None
+        return saved.wire.land(), None
 
 
 class _Finish(Function):
     @staticmethod
-    def forward(saved: Any, token: Tensor, pending: Pending) -> Tensor:
-        saved.pending = pending
+    def forward(saved: Any, token: Tensor, wire: _Wire) -> Tensor:
+        saved.wire = wire
         saved.token = (token.dtype, token.device)
-        return pending.land().detach()  # on an axis of one rank it is the very tensor that was started
+        return wire.land().detach()  # on an axis of one rank it is the very tensor that was started
 
     @staticmethod
     @once_differentiable
     def backward(saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved.pending.flight = saved.pending.collective.adjoint(gradient)
+        saved.wire.flight = saved.wire.collective.adjoint(gradient)
         dtype, device = saved.token
         return torch.empty(0, dtype=dtype, device=device), None
 
 
 def start(x: Tensor, collective: Collective) -> Pending:
     """Put `x` on the wire; `x` must not be written until `finish`. Call on all ranks of the collective's axis."""
-    pending = Pending(collective)
-    pending.token = _Start.apply(x, pending)  # type: ignore[no-untyped-call]
-    return pending
+    wire = _Wire(collective)
+    return Pending(wire, _Start.apply(x, wire))  # type: ignore[no-untyped-call]
 
 
 def finish(pending: Pending) -> Tensor:
     """Wait for a started collective; its result. Once for each start."""
-    result = _Finish.apply(pending.token, pending)  # type: ignore[no-untyped-call]
+    result = _Finish.apply(pending.token, pending.wire)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result

@@ -45,15 +45,15 @@ class Flight:
         return self._result()
 
 
-def _landed(x: Tensor) -> Flight:
-    """Nothing was sent: an axis of one rank."""
+def landed(x: Tensor) -> Flight:
+    """A flight for which nothing is sent."""
     return Flight(None, None, lambda: x)
 
 
 def start_exchange(x: Tensor, axis: Axis) -> Flight:
     """Begin `exchange`."""
     if axis.size == 1:
-        return _landed(x)
+        return landed(x)
     x = x.contiguous()  # gloo silently permutes a non-contiguous tensor
     received = torch.empty_like(x)
     work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
@@ -63,7 +63,7 @@ def start_exchange(x: Tensor, axis: Axis) -> Flight:
 def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive_splits: list[int]) -> Flight:
     """Begin `exchange_uneven`."""
     if axis.size == 1:
-        return _landed(x)
+        return landed(x)
     x = x.contiguous()
     received = x.new_empty((sum(receive_splits), *x.shape[1:]))
     work = dist.all_to_all_single(received, x, receive_splits, send_splits, group=axis.group, async_op=True)
@@ -73,7 +73,7 @@ def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive
 def start_gather_stack(x: Tensor, axis: Axis) -> Flight:
     """Begin `gather_stack`."""
     if axis.size == 1:
-        return _landed(x.unsqueeze(0))
+        return landed(x.unsqueeze(0))
     x = x.contiguous()
     if _is_gloo(axis):
         return start_exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis)
@@ -85,7 +85,7 @@ def start_gather_stack(x: Tensor, axis: Axis) -> Flight:
 def start_scatter_sum(stack: Tensor, axis: Axis) -> Flight:
     """Begin `scatter_sum`."""
     if axis.size == 1:
-        return _landed(stack.squeeze(0))
+        return landed(stack.squeeze(0))
     if _is_gloo(axis):
         flight = start_exchange(stack, axis)
         return Flight(None, None, lambda: flight.land().sum(dim=0))
@@ -93,6 +93,15 @@ def start_scatter_sum(stack: Tensor, axis: Axis) -> Flight:
     summed = torch.empty_like(stack[0])
     work = dist.reduce_scatter_tensor(summed.unsqueeze(0), stack, group=axis.group, async_op=True)
     return Flight(work, stack, lambda: summed)
+
+
+def start_sum_over(x: Tensor, axis: Axis) -> Flight:
+    """Begin `sum_over`."""
+    if axis.size == 1:
+        return landed(x)
+    summed = x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(summed, group=axis.group, async_op=True)
+    return Flight(work, None, lambda: summed)
 
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:

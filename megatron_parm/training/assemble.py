@@ -15,6 +15,7 @@ from megatron_parm.data.gpt_dataset import DocumentRules, SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.models.build import BuiltModel, build_gpt
+from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.flops import TransformerShape
 from megatron_parm.observe.log import Log
 from megatron_parm.observe.records import ParameterCounts
@@ -31,6 +32,7 @@ from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.pipeline.micro_batches import BatchPlan
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_parm.training.cost_model import cost_model_for
 from megatron_parm.training.progress_state import RunProgress
 
 
@@ -104,11 +106,16 @@ def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
 
 
 def make_model(
-    config: RunConfig, vocab_size: int, ctx: ParallelContext, saved_rows: int | None = None
+    config: RunConfig,
+    vocab_size: int,
+    ctx: ParallelContext,
+    saved_rows: int | None = None,
+    cost_model: CostModel = PUBLISHED,
 ) -> tuple[BuiltModel, RandomStates, int]:
     """The model with initial weights, its random streams, and the padded vocabulary.
 
-    saved_rows: the padded vocabulary of a checkpoint that will be loaded; kept if it can be cut over tp.
+    saved_rows: the padded vocabulary of a checkpoint that will be loaded; kept if it can be cut over tp. cost_model: by
+    which the schedule of the MoE layers is chosen.
     """
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
@@ -116,7 +123,8 @@ def make_model(
     if saved_rows is not None and saved_rows >= vocab_size and saved_rows % ctx.tp.size == 0:
         padded = saved_rows
     random_states = RandomStates(config.training.seed, ctx)
-    return build_gpt(config, vocab_size, padded, ctx, random_states.replicated), random_states, padded
+    built = build_gpt(config, vocab_size, padded, ctx, random_states.replicated, cost_model)
+    return built, random_states, padded
 
 
 def assemble(
@@ -138,7 +146,8 @@ def assemble(
     datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size, start or RunProgress()))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
-    built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows)
+    cost_model = cost_model_for(config, ctx, log)
+    built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows, cost_model)
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
     optim = config.optim
     optimizer = build_optimizer(

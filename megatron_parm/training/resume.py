@@ -94,7 +94,12 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
     if run.built.choice is not None:
         choice = run.built.choice
         chosen_for = _chosen_for(run.config, run.ctx)
-        state["moe_schedule"] = {"name": choice.schedule, "reason": choice.reason, "chosen_for": chosen_for}
+        state["moe_schedule"] = {
+            "name": choice.schedule,
+            "chunks": choice.chunks,
+            "reason": choice.reason,
+            "chosen_for": chosen_for,
+        }
     random_states = {} if checkpoint.no_save_rng else run.random_states.state_dict()
     return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
 
@@ -257,7 +262,7 @@ def _reuse_moe_schedule(run: Assembly, state: dict[str, Any]) -> None:
         return
     if saved.get("chosen_for") == _chosen_for(run.config, run.ctx):
         reason = str(saved.get("reason")).removeprefix(REUSED)
-        run.built.use_schedule(str(saved.get("name")), REUSED + reason)
+        run.built.use_schedule(str(saved.get("name")), int(saved.get("chunks", 1)), REUSED + reason)
 
 
 def _chosen_for(config: RunConfig, ctx: ParallelContext) -> dict[str, Any]:

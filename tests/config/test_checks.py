@@ -83,7 +83,7 @@ OTHERS = [
     (
         1,
         "--num-experts 4 --moe-schedule s2",
-        ["--moe-expert-capacity-factor", "for instance 2", "s1, baseline or auto"],
+        ["--moe-expert-capacity-factor", "for instance 2", "s1, s1h, baseline or auto"],
     ),
     (1, "--num-experts 4 --moe-schedule s2 --moe-expert-capacity-factor 2 --moe-eval-capacity-factor -1", ["eval"]),
     (
@@ -91,7 +91,20 @@ OTHERS = [
         "--num-experts 4 --moe-schedule s1 --tensor-model-parallel-size 4 --seq-length 15 --micro-batch-size 1",
         ["15"],
     ),
-    (1, "--num-experts 4 --moe-pipeline-chunks 2", ["--moe-pipeline-chunks 2", "use 1 or auto"]),
+    (1, "--num-experts 4 --moe-schedule deepspeed", ["--moe-schedule deepspeed", "for instance 2"]),
+    (1, "--num-experts 4 --moe-schedule s2h", ["--moe-schedule s2h", "for instance 2"]),
+    (
+        4,
+        "--num-experts 4 --moe-schedule s1h --tensor-model-parallel-size 4 --seq-length 15 --micro-batch-size 1",
+        ["s1h", "15"],
+    ),
+    (
+        4,
+        "--num-experts 4 --moe-schedule deepspeed --moe-expert-capacity-factor 2 --tensor-model-parallel-size 4 "
+        "--expert-tensor-parallel-size 2",
+        ["--expert-tensor-parallel-size 2", "--tensor-model-parallel-size 4"],
+    ),
+    (1, "--num-experts 4 --moe-pad-expert-input-to-capacity", ["--moe-pad-expert-input-to-capacity", "instance 2"]),
     (1, "--num-experts 4 --bp-pipeline-degree 2", ["--bp-pipeline-degree 2", "--pipeline-degree 1"]),
 ]
 
@@ -110,6 +123,8 @@ GOOD = [
     (1, "--num-experts 4 --moe-schedule s2 --moe-expert-capacity-factor 2"),
     (1, "--num-experts 4 --moe-schedule s1"),
     (1, "--num-experts 4 --moe-pipeline-chunks auto"),
+    (1, "--num-experts 4 --moe-pipeline-chunks 2"),
+    (1, "--num-experts 4 --moe-schedule deepspeed --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"),
     (1, "--num-experts 4 --pipeline-degree 1 --bp-pipeline-degree 1"),
     (1, "--num-experts 1 --moe-router-topk 1 --moe-router-pre-softmax"),
     (4, "--num-experts 4 --ffn-hidden-size 90 --moe-ffn-hidden-size 92 --tensor-model-parallel-size 4"),

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.errors import ConfigError
+from megatron_parm.moe.schedules import SCHEDULES
 from tests.config.commands import config_of, notes_of
 
 
@@ -62,7 +63,7 @@ def test_deepspeeds_list_of_experts_must_be_one_number() -> None:
         config_of("--num-experts 4 8")
 
 
-@pytest.mark.parametrize("schedule", ["deepspeed", "s1h", "s2h"])
-def test_later_schedules_are_known_and_refused(schedule: str) -> None:
-    with pytest.raises(ConfigError, match=f"{schedule}: not in this release; use auto, baseline, s1 or s2"):
-        config_of(f"--num-experts 4 --moe-schedule {schedule}")
+def test_every_schedule_of_the_moe_room_has_its_flag() -> None:
+    for schedule in ("auto", *SCHEDULES):
+        moe = config_of(f"--num-experts 4 --moe-schedule {schedule} --pipeline-degree 3").moe
+        assert moe is not None and (moe.moe_schedule, moe.pipeline_chunks) == (schedule, 3)

@@ -128,7 +128,8 @@ def test_help_lists_every_group_with_unit_and_default(capsys: pytest.CaptureFixt
     assert "--seq-length N" in text
     assert "length of a sample [tokens] (required)" in text
     assert "Console, JSON lines and TensorBoard:" in text
-    assert "--moe-cost-model" not in text
+    assert "--moe-cost-model TEXT" in text
+    assert "--bert-layout" not in text, "a name that is refused"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

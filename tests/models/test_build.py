@@ -9,7 +9,10 @@ from torch import Tensor
 from megatron_parm.config.parser import parse_run_config
 from megatron_parm.config.run import RunConfig, check_run, resolve
 from megatron_parm.models.build import ACTIVATIONS, BuiltModel, build_gpt, choose_schedule, model_shape
+from megatron_parm.moe.choose import candidate_name
+from megatron_parm.moe.cost import CHUNK_COUNTS
 from megatron_parm.moe.layer import MoELayer
+from megatron_parm.moe.schedules import SCHEDULES
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import spec_of
 from tests.harness.layouts import MOE_LAYOUTS, Layout
@@ -170,28 +173,27 @@ def test_auto_takes_the_least_prediction_alike_on_all_ranks(pools: Pools) -> Non
     choices = pools.run(layout, _choices, f"{MOE} --moe-expert-capacity-factor 1", layout)
     first = choices[0]
     assert all(choice == first for choice in choices)
-    assert first.schedule == min(first.predicted_ms, key=first.predicted_ms.get)
-    assert set(first.predicted_ms) == {"baseline", "s1", "s2"}
-    for name in first.predicted_ms:
-        assert name in first.reason
-    assert f"{first.predicted_ms[first.schedule]:.2f} ms" in first.reason
+    assert candidate_name(first.schedule, first.chunks) == min(first.predicted_ms, key=first.predicted_ms.get)
+    assert set(first.predicted_ms) == {candidate_name(name, r) for name in SCHEDULES for r in CHUNK_COUNTS}
+    assert first.reason.startswith(f"{min(first.predicted_ms.values()):.2f} ms predicted")
 
 
 def test_auto_leaves_out_what_cannot_run(pools: Pools) -> None:
     """s2 needs slots; s1 needs tokens that tp divides (one sequence of 7 does not)."""
     layout = Layout(2, tp=2)
-    assert set(pools.run(layout, _choices, MOE, layout)[0].predicted_ms) == {"baseline", "s1"}
-    odd = f"{MOE} --moe-expert-capacity-factor 1 --seq-length 7 --micro-batch-size 1"
-    assert set(pools.run(layout, _choices, odd, layout)[0].predicted_ms) == {"baseline", "s2"}
+    dropless = f"{MOE} --moe-pipeline-chunks 1"
+    assert set(pools.run(layout, _choices, dropless, layout)[0].predicted_ms) == {"baseline", "s1", "s1h"}
+    odd = f"{dropless} --moe-expert-capacity-factor 1 --seq-length 7 --micro-batch-size 1"
+    assert set(pools.run(layout, _choices, odd, layout)[0].predicted_ms) == {"baseline", "deepspeed", "s2", "s2h"}
 
 
 def test_a_given_schedule_is_taken_and_says_so() -> None:
-    built = _build(f"{MOE} --moe-schedule s1")
+    built = _build(f"{MOE} --moe-schedule s1 --moe-pipeline-chunks 3")
     assert built.choice is not None and built.choice.schedule == "s1" and "--moe-schedule s1" in built.choice.reason
-    assert [layer.schedule for layer in built.moe_layers] == ["s1", "s1"]
-    built.use_schedule("baseline", "for a test")
-    assert [layer.schedule for layer in built.moe_layers] == ["baseline", "baseline"]
-    assert (built.choice.schedule, built.choice.reason) == ("baseline", "for a test")
+    assert [(layer.schedule, layer.chunks) for layer in built.moe_layers] == [("s1", 3)] * 2
+    built.use_schedule("baseline", 2, "for a test")
+    assert [(layer.schedule, layer.chunks) for layer in built.moe_layers] == [("baseline", 2)] * 2
+    assert (built.choice.schedule, built.choice.chunks, built.choice.reason) == ("baseline", 2, "for a test")
 
 
 def test_a_dense_model_has_no_choice_and_no_moe_layers() -> None:

@@ -36,13 +36,14 @@ class Case:
     gated: bool = False
     bias: bool = True
     minimum: int = 1
+    padded: bool = False
     skew: float = 0.0  # added to expert 0's scores through a constant feature
     balance: float = 0.3
     z: float = 0.05
     dtype: torch.dtype = torch.float64
 
 
-def build_layer(ctx: ParallelContext, case: Case, schedule: str) -> tuple[MoELayer, RoutingRecord]:
+def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1) -> tuple[MoELayer, RoutingRecord]:
     record = RoutingRecord()
     common: dict[str, Any] = {"initialiser": Initialiser("normal", 0.7), "dtype": case.dtype, "device": ctx.device}
     settings = GateSettings(
@@ -52,6 +53,7 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str) -> tuple[MoELay
         eval_capacity_factor=case.factor,
         min_capacity=case.minimum,
         drop_policy=case.policy,  # type: ignore[arg-type]
+        pads_to_capacity=case.padded,
         pre_softmax=case.pre_softmax,
         balance_coefficient=case.balance,
         z_coefficient=case.z,
@@ -69,7 +71,7 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str) -> tuple[MoELay
         output_initialiser=common["initialiser"],
         **common,
     )
-    layer = MoELayer(gate, experts, schedule=schedule, ctx=ctx)
+    layer = MoELayer(gate, experts, schedule=schedule, chunks=chunks, ctx=ctx)
     for parameter in layer.parameters():
         attach(parameter, Initialiser("normal", 0.7))
     initialise_weights(layer, 5)
@@ -100,8 +102,8 @@ def reduce_gradients(ctx: ParallelContext, layer: MoELayer, faults: str = "") ->
     return reduced
 
 
-def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "") -> dict[str, Any]:
-    layer, record = build_layer(ctx, case, schedule)
+def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "", chunks: int = 1) -> dict[str, Any]:
+    layer, record = build_layer(ctx, case, schedule, chunks)
     if faults == "router not summed":
         layer.router._logits = lambda tokens, shared_over, segments: Gate._logits(  # type: ignore[method-assign]
             layer.router, tokens, None, segments
@@ -162,15 +164,17 @@ def reference(case: Case, dp_size: int, slices: int = 1) -> Reference:
     return Reference(results, outputs, input_gradients, gradients)
 
 
-def largest_difference(pools: Pools, layout: Layout, case: Case, schedule: str, faults: str = "") -> float:
+def largest_difference(
+    pools: Pools, layout: Layout, case: Case, schedule: str, faults: str = "", chunks: int = 1
+) -> float:
     """The largest absolute difference between a layout and one process, over outputs, every gradient and figure.
 
     All values are of order 1. Replicas on different ranks are each compared.
     """
     grid = layout.grid
-    expected = reference(case, grid.dp, slices=layout.tp if schedule == "s1" else 1)
+    expected = reference(case, grid.dp, slices=layout.tp if schedule in ("s1", "s1h") else 1)
     worst = 0.0
-    for rank in pools.run(layout, run_layer, case, schedule, faults):
+    for rank in pools.run(layout, run_layer, case, schedule, faults, chunks):
         pairs = [
             (rank["output"], expected.outputs[rank["dp"]]),
             (rank["input_gradient"], expected.input_gradients[rank["dp"]]),

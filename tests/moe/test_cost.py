@@ -10,7 +10,7 @@ from math import ceil
 
 import pytest
 
-from megatron_parm.moe.cost import PUBLISHED, CostModel, LayerShape, Line, predict
+from megatron_parm.moe.cost import PLANS, PUBLISHED, CostModel, LayerShape, Line, plan, predict
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, GEMM = (
     (0.175, 3.06e-7),
@@ -76,6 +76,7 @@ def shape_of(paper: Paper) -> LayerShape:
         capacity_factor=FACTOR,
         min_capacity=1,
         has_slots=True,
+        pads=True,
         matrices=2,
         bytes_per_element=4,
         tp=paper.N_MP,
@@ -111,65 +112,130 @@ def test_predict_is_the_reference_without_overlap(axes: tuple[int, int]) -> None
         for ep in (1, 8):
             paper = Paper(*size, *axes, N_EP=ep)
             shape = shape_of(paper)
-            assert predict("baseline", shape, PUBLISHED) == pytest.approx(paper.baseline(), rel=1e-12)
+            assert predict("baseline", 1, shape, PUBLISHED) == pytest.approx(paper.baseline(), rel=1e-12)
             if ep > 1 or axes[1] > 1:
-                assert predict("s1", shape, PUBLISHED) == pytest.approx(paper.s1(), rel=1e-12)
-                assert predict("s2", shape, PUBLISHED) == pytest.approx(paper.s2(), rel=1e-12)
+                assert predict("s1", 1, shape, PUBLISHED) == pytest.approx(paper.s1(), rel=1e-12)
+                assert predict("s2", 1, shape, PUBLISHED) == pytest.approx(paper.s2(), rel=1e-12)
 
 
+OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "experts")
 # One unit of time per started operation (alpha) or per byte or FLOP (beta), so that hand sums are whole numbers.
-STARTS = CostModel("test", *[Line(1.0, 0.0)] * 4)
-AMOUNTS = {
-    name: replace(CostModel("test", *[Line(0.0, 0.0)] * 4), **{name: Line(0.0, 1.0)})
-    for name in ("all_to_all", "all_gather", "reduce_scatter", "experts")
-}
-# 12 tokens of 10 elements of 2 bytes: BLM = 240. c = ceil(2 * 1 * 12 / 8) = 3, E c = 24 rows, Q = 480.
-SMALL = LayerShape(12, 10, 6, 8, 2, 1.0, 1, True, 2, 2, tp=2, ep=4, esp=2)
+STARTS = CostModel("test", dict.fromkeys(OPERATIONS, Line(1.0, 0.0)))
+
+
+def amount_of(operation: str, axis: str = "") -> CostModel:
+    """A model in which only one operation costs anything, a unit per byte or FLOP."""
+    lines = dict.fromkeys(OPERATIONS, Line(0.0, 0.0))
+    return CostModel("test", {**lines, f"{operation}/{axis}" if axis else operation: Line(0.0, 1.0)})
+
+
+# 12 tokens of 10 elements of 2 bytes: BLM = 240. c = ceil(2 * 2 * 12 / 8) = 6, E c = 48 slots, Q = 960; 24 choices.
+SMALL = LayerShape(12, 10, 6, 8, 2, 2.0, 1, True, False, 2, 2, tp=2, ep=4, esp=2)
+PADDED = replace(SMALL, pads=True)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "starts", "all_to_all", "all_gather", "reduce_scatter", "rows"),
+    ("schedule", "shape", "starts", "amounts", "rows"),
     [
-        # 2 exchanges of Q esp = 960; gathers of BLM esp = 480 and 960, one reduce-scatter of 960; twice; 48 rows
-        ("baseline", 2 * 5 + 2, 4 * 960, 2 * (480 + 960), 2 * 960, 48),
-        # 2 exchanges of y = Q esp / tp = 480, gather of BLM; twice; 24 rows
-        ("s1", 2 * 3 + 2, 4 * 480, 2 * 240, 0, 24),
-        # the same with a gather of Q
-        ("s2", 2 * 3 + 2, 4 * 480, 2 * 480, 0, 24),
+        # esp * 24 rows of 20 bytes there and back and summed, the gathered tokens
+        ("baseline", SMALL, 4 + 1, {"all_to_all/ep": 2 * 960, "all_gather/esp": 480, "all_reduce/esp": 960}, 48),
+        ("baseline", PADDED, 4 + 1, {"all_to_all/ep": 2 * 1920, "all_gather/esp": 480, "all_reduce/esp": 1920}, 96),
+        # z = Q / tp = 480 there and back, gathers of z esp and Q, a sum of z esp
+        (
+            "deepspeed",
+            SMALL,
+            6,
+            {"all_to_all/ep": 2 * 480, "all_gather/esp": 960, "all_reduce/esp": 960, "all_gather/tp": 960},
+            48,
+        ),
+        # y = 24 rows * esp / tp there and back, a gather of BLM
+        ("s1", SMALL, 3 + 1, {"all_to_all/ep_esp": 2 * 480, "all_gather/tp": 240}, 24),
+        # slots, not rows, and a gather of Q
+        ("s2", SMALL, 4, {"all_to_all/ep_esp": 2 * 960, "all_gather/tp": 960}, 48),
+        # one copy between nodes, esp copies inside
+        (
+            "s1h",
+            SMALL,
+            5 + 1,
+            {"all_to_all/ep": 2 * 240, "all_gather/esp": 480, "reduce_scatter/esp": 480, "all_gather/tp": 240},
+            24,
+        ),
+        (
+            "s2h",
+            SMALL,
+            6,
+            {"all_to_all/ep": 2 * 480, "all_gather/esp": 960, "reduce_scatter/esp": 960, "all_gather/tp": 960},
+            48,
+        ),
     ],
 )
-def test_hand_sums(
-    schedule: str, starts: int, all_to_all: int, all_gather: int, reduce_scatter: int, rows: int
-) -> None:
-    assert predict(schedule, SMALL, STARTS) == starts
-    assert predict(schedule, SMALL, AMOUNTS["all_to_all"]) == all_to_all
-    assert predict(schedule, SMALL, AMOUNTS["all_gather"]) == all_gather
-    assert predict(schedule, SMALL, AMOUNTS["reduce_scatter"]) == reduce_scatter
+def test_hand_sums(schedule: str, shape: LayerShape, starts: int, amounts: dict[str, int], rows: int) -> None:
+    """Each pass has as many operations, and moves as many bytes, as the other."""
+    assert predict(schedule, 1, shape, STARTS) == 2 * starts
+    for name, bytes_ in amounts.items():
+        assert predict(schedule, 1, shape, amount_of(*name.split("/"))) == 2 * bytes_, name
+    moved = {
+        f"{stage.operation}/{stage.axis}" for stage in (*plan(schedule, shape).once, *plan(schedule, shape).chunked)
+    }
+    assert moved - {"experts/"} == set(amounts)
     # forward 2 FLOPs per row, matrix and weight of 10 x 6 / esp; backward twice that
-    assert predict(schedule, SMALL, AMOUNTS["experts"]) == 3 * 2 * rows * 2 * 10 * 3
+    assert predict(schedule, 1, shape, amount_of("experts")) == 3 * 2 * rows * 2 * 10 * 3
+
+
+def test_chunks_overlap_what_uses_different_links() -> None:
+    """s1h in r chunks, only bytes cost: the first chunk passes every stage, the others follow at the busiest's pace."""
+    between, inside, once = 2 * 240, 2 * 480, 240
+    lines = dict.fromkeys(OPERATIONS, Line(0.0, 1.0)) | {"experts": Line(0.0, 0.0)}
+    for chunks in (1, 2, 4, 8):
+        expected = once + (between + inside) / chunks + (chunks - 1) * inside / chunks
+        assert predict("s1h", chunks, SMALL, CostModel("test", lines)) == pytest.approx(2 * expected)
+
+
+def _with_rest(model: CostModel) -> CostModel:
+    return replace(model, chunk_ms=5.0, lines={**model.lines, "rest": Line(7.0, 0.0)})
+
+
+def test_each_chunk_pays_its_starts_again() -> None:
+    assert predict("s1", 4, SMALL, STARTS) == 2 * (1 + 3 + 3 * 2), "two exchanges a chunk are the busiest"
+    assert predict("s1", 3, SMALL, _with_rest(STARTS)) == 2 * (1 + 3 + 2 * 2) + 2 * 5 + 7
+
+
+def test_axes_inside_a_node_share_its_links() -> None:
+    """With nothing crossing nodes the exchanges and the node's collectives add up."""
+    one_node = replace(CostModel("test", dict.fromkeys(OPERATIONS, Line(0.0, 1.0))), crossing=frozenset())
+    free = replace(one_node, lines={**one_node.lines, "experts": Line(0.0, 0.0)})
+    assert predict("s1h", 8, SMALL, free) == pytest.approx(predict("s1h", 1, SMALL, free))
+
+
+def test_a_line_of_its_own_goes_before_the_bare_one() -> None:
+    model = CostModel("test", {"all_to_all": Line(1.0, 0.0), "all_to_all/ep": Line(5.0, 0.0)})
+    assert model.line("all_to_all", "ep").alpha == 5.0 and model.line("all_to_all", "ep_esp").alpha == 1.0
 
 
 def test_a_gated_expert_has_three_products() -> None:
     gated = replace(SMALL, matrices=3)
-    ratio = predict("s1", gated, AMOUNTS["experts"]) / predict("s1", SMALL, AMOUNTS["experts"])
+    ratio = predict("s1", 1, gated, amount_of("experts")) / predict("s1", 1, SMALL, amount_of("experts"))
     assert ratio == pytest.approx(1.5)
 
 
 def test_axes_of_one_rank_cost_nothing() -> None:
     alone = replace(SMALL, tp=1, ep=1, esp=1)
-    for schedule in ("baseline", "s1", "s2"):
-        assert predict(schedule, alone, STARTS) == 2, "the experts alone, forward and backward"
+    for schedule in PLANS:
+        assert predict(schedule, 1, alone, STARTS) == 2, "the experts alone, forward and backward"
 
 
-def test_rows_without_a_capacity_are_those_really_sent() -> None:
+def test_rows_are_those_really_sent() -> None:
+    assert (SMALL.slots, SMALL.rows, PADDED.rows) == (48, 24, 48)
+    assert replace(SMALL, capacity_factor=0.5).rows == replace(SMALL, capacity_factor=0.5).slots == 8 * 2
     assert replace(SMALL, capacity_factor=None).slots == 24
-    assert replace(SMALL, capacity_factor=None, num_tokens=13).slots == 26
-    assert replace(SMALL, num_tokens=13).slots == 8 * 4, "ceil(2 * 13 / 8) slots an expert"
-    assert replace(SMALL, num_tokens=1, min_capacity=3).slots == 8 * 3
+    assert replace(SMALL, capacity_factor=1.0, num_tokens=13).slots == 8 * 4, "ceil(2 * 13 / 8) slots an expert"
+    assert replace(SMALL, capacity_factor=1.0, num_tokens=1, min_capacity=3).slots == 8 * 3
 
 
 def test_the_published_constants() -> None:
-    """FSMoE, figure 5, as parm.md section 6 copies it."""
-    lines = (PUBLISHED.all_to_all, PUBLISHED.all_gather, PUBLISHED.reduce_scatter, PUBLISHED.experts)
+    """FSMoE, figure 5, as parm.md section 6 copies it; the AllReduce is a ReduceScatter and an AllGather."""
+    lines = [PUBLISHED.lines[name] for name in ("all_to_all", "all_gather", "reduce_scatter", "experts")]
     assert [(line.alpha, line.beta) for line in lines] == [ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, GEMM]
+    assert PUBLISHED.lines["all_reduce"].alpha == pytest.approx(ALL_GATHER[0] + REDUCE_SCATTER[0])
+    assert PUBLISHED.lines["all_reduce"].beta == pytest.approx(ALL_GATHER[1] + REDUCE_SCATTER[1])
     assert "2080 Ti" in PUBLISHED.source

@@ -1,4 +1,4 @@
-"""The experts. References: a loop over experts in plain torch, and the slotted layout beside the ragged one."""
+"""The experts. References: a loop over experts in plain torch, and the padded layout beside the packed one."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.feed_forward import Activation
 from megatron_parm.layers.initialise import Initialiser, attach, initialise_weights
-from megatron_parm.moe.buckets import Ragged
+from megatron_parm.moe.buckets import Loads, Packed
 from megatron_parm.moe.experts import Experts
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
@@ -18,6 +18,11 @@ from tests.harness.pools import Pools
 EXPERTS = 4
 # Rows of (peer, expert): an expert without a row at all (2), a peer without one for an expert it has rows of (0, 1).
 COUNTS = ((2, 0, 0, 3), (1, 4, 0, 2))
+LAYOUTS = {
+    "uneven": COUNTS,
+    "one peer": ((2, 0, 1, 3),),
+    "an idle peer": ((2, 1, 0, 3), (0, 0, 0, 0), (1, 4, 0, 2)),
+}
 
 
 def make_experts(
@@ -47,8 +52,8 @@ def make_experts(
     return experts
 
 
-def make_rows(hidden: int = 8, dtype: torch.dtype = torch.float64) -> Tensor:
-    count = sum(map(sum, COUNTS))
+def make_rows(hidden: int = 8, dtype: torch.dtype = torch.float64, counts: Loads = COUNTS) -> Tensor:
+    count = sum(map(sum, counts))
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
@@ -63,9 +68,9 @@ def _expert(x: Tensor, experts: Experts, e: int) -> Tensor:
     return F.linear(x, experts.weight2[e], None if experts.bias2 is None else experts.bias2[e])
 
 
-def loop(rows: Tensor, experts: Experts) -> Tensor:
+def loop(rows: Tensor, experts: Experts, counts: Loads = COUNTS) -> Tensor:
     """Each block of rows through its own expert."""
-    sizes = [count for peer in COUNTS for count in peer]
+    sizes = [count for peer in counts for count in peer]
     blocks = [_expert(block, experts, i % EXPERTS) for i, block in enumerate(torch.split(rows, sizes))]
     return torch.cat(blocks)
 
@@ -75,21 +80,28 @@ def _gradients(experts: Experts, rows: Tensor) -> dict[str, Tensor | None]:
 
 
 def _compare(
-    dtype: torch.dtype, tolerance: float, hidden: int, ffn: int, activation: Activation = "gelu", bias: bool = True
+    dtype: torch.dtype,
+    tolerance: float,
+    hidden: int,
+    ffn: int,
+    activation: Activation = "gelu",
+    bias: bool = True,
+    counts: Loads = COUNTS,
 ) -> None:
-    """Outputs and all gradients of the ragged path against the loop in float64 on the same numbers."""
+    """Outputs and all gradients of the packed path against the loop in float64 on the same numbers."""
     ctx = ParallelContext.single()
     experts = make_experts(ctx, hidden, ffn, activation, bias, dtype)
     exact = make_experts(ctx, hidden, ffn, activation, bias, torch.float64)
     with torch.no_grad():
         for one, other in zip(experts.parameters(), exact.parameters(), strict=True):
             other.copy_(one)
-    rows = make_rows(hidden, dtype).requires_grad_()
+    rows = make_rows(hidden, dtype, counts).requires_grad_()
     exact_rows = rows.detach().double().requires_grad_()
-    output = experts(Ragged(rows, COUNTS))
-    assert isinstance(output, Ragged) and output.counts == COUNTS
-    expected = loop(exact_rows, exact)
-    gradient = make_rows(hidden, dtype).flip(0)
+    loads = (tuple(range(EXPERTS)),)
+    output = experts(Packed(rows, counts, loads))
+    assert isinstance(output, Packed) and output.counts == counts and output.loads == loads
+    expected = loop(exact_rows, exact, counts)
+    gradient = make_rows(hidden, dtype, counts).flip(0)
     output.rows.backward(gradient)
     expected.backward(gradient.double())
     pairs = {"output": (output.rows, expected)}
@@ -105,8 +117,14 @@ def _compare(
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_ragged_equals_the_loop_in_float64(activation: Activation, bias: bool) -> None:
+def test_packed_equals_the_loop_in_float64(activation: Activation, bias: bool) -> None:
     _compare(torch.float64, 1e-13, 8, 16, activation, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("counts", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_may_come_from_any_number_of_peers(counts: Loads, dtype: torch.dtype) -> None:
+    _compare(dtype, 8 * torch.finfo(dtype).eps, 8, 16, counts=counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -120,8 +138,8 @@ def test_grouped_product_equals_the_loop(dtype: torch.dtype, hidden: int, ffn: i
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_slots_equal_rows(dtype: torch.dtype, activation: Activation) -> None:
-    """`[peers, e, c, h]` against the same rows as Ragged: outputs and gradients."""
+def test_padded_equals_packed(dtype: torch.dtype, activation: Activation) -> None:
+    """`[peers, e, c, h]` against the same rows as Packed: outputs and gradients."""
     experts = make_experts(ParallelContext.single(), activation=activation, dtype=dtype)
     slots = torch.randn(3, EXPERTS, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     slots = slots.to(dtype).requires_grad_()
@@ -132,12 +150,12 @@ def test_slots_equal_rows(dtype: torch.dtype, activation: Activation) -> None:
     output.backward(gradient)
     first = [parameter.grad for parameter in experts.parameters()]
     experts.zero_grad()
-    ragged = experts(Ragged(rows, ((2,) * EXPERTS,) * 3))
-    assert isinstance(ragged, Ragged) and slots.grad is not None
-    ragged.rows.backward(gradient.view(-1, 8))
+    packed = experts(Packed(rows, ((2,) * EXPERTS,) * 3))
+    assert isinstance(packed, Packed) and slots.grad is not None
+    packed.rows.backward(gradient.view(-1, 8))
     second = [parameter.grad for parameter in experts.parameters()]
     pairs = [
-        (output.reshape(-1, 8), ragged.rows),
+        (output.reshape(-1, 8), packed.rows),
         (slots.grad.view(-1, 8), rows.grad),
         *zip(first, second, strict=True),
     ]
@@ -151,8 +169,8 @@ def test_an_idle_expert_has_gradient_exactly_zero(dtype: torch.dtype) -> None:
     experts = make_experts(ParallelContext.single(), dtype=dtype)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        output = experts(Ragged(make_rows(dtype=dtype), COUNTS))
-        assert isinstance(output, Ragged)
+        output = experts(Packed(make_rows(dtype=dtype), COUNTS))
+        assert isinstance(output, Packed)
         output.rows.square().sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -162,26 +180,28 @@ def test_an_idle_expert_has_gradient_exactly_zero(dtype: torch.dtype) -> None:
         assert all(parameter.grad[e].abs().max() > 0 for e in (0, 1, 3)), name
 
 
+@pytest.mark.parametrize("peers", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_rank_without_any_row_takes_part_in_backward(dtype: torch.dtype) -> None:
+def test_a_rank_without_any_row_takes_part_in_backward(dtype: torch.dtype, peers: int) -> None:
     experts = make_experts(ParallelContext.single(), dtype=dtype)
     rows = torch.empty(0, 8, dtype=dtype, requires_grad=True)
-    output = experts(Ragged(rows, ((0,) * EXPERTS,) * 2))
-    assert isinstance(output, Ragged) and output.rows.shape == (0, 8)
+    output = experts(Packed(rows, ((0,) * EXPERTS,) * peers))
+    assert isinstance(output, Packed) and output.rows.shape == (0, 8)
     output.rows.sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, 8)
     for parameter in experts.parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("counts", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_of_stride_0_passes(dtype: torch.dtype) -> None:
+def test_a_gradient_of_stride_0_passes(dtype: torch.dtype, counts: Loads) -> None:
     """`sum().backward()` sends an expanded scalar, of which grouped_mm's own backward is not capable."""
     found = {}
     for form in ("expanded", "written out"):
         experts = make_experts(ParallelContext.single(), dtype=dtype, bias=False)
-        output = experts(Ragged(make_rows(dtype=dtype), COUNTS))
-        assert isinstance(output, Ragged)
+        output = experts(Packed(make_rows(dtype=dtype, counts=counts), counts))
+        assert isinstance(output, Packed)
         if form == "expanded":
             output.rows.sum().backward()
         else:

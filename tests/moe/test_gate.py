@@ -24,6 +24,7 @@ SETTINGS = GateSettings(
     eval_capacity_factor=2.0,
     min_capacity=1,
     drop_policy="probs",
+    pads_to_capacity=True,
     pre_softmax=False,
     balance_coefficient=0.3,
     z_coefficient=0.05,
@@ -103,6 +104,22 @@ def test_capacity_follows_the_mode() -> None:
     assert dropless(make_tokens()).slots == 9
     assert dropless.eval()(make_tokens()).slots is None
     assert gate(make_tokens(), slots_multiple_of=5).slots == 15, "12 slots rounded up"
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_buckets_are_packed_unless_padding_is_asked_for(chunks: int) -> None:
+    """By the setting or by the schedule; the same choices are kept. Without a capacity they are always packed."""
+    packed = make_gate(replace(SETTINGS, pads_to_capacity=False, capacity_factor=0.5))[0]
+    padded = make_gate(replace(SETTINGS, capacity_factor=0.5))[0]
+    first, second = packed(make_tokens(), chunks=chunks), padded(make_tokens(), chunks=chunks)
+    asked = packed(make_tokens(), padded=True, chunks=chunks)
+    assert first.slots is None and second.slots == asked.slots == 3 // chunks
+    assert first.chunks == second.chunks == chunks
+    for other in (second, asked):
+        assert torch.equal(other.kept, first.kept) and torch.equal(other.weight, first.weight)
+    assert not first.kept.all()
+    dropless = make_gate(replace(SETTINGS, capacity_factor=None))[0]
+    assert dropless(make_tokens(), padded=True, chunks=chunks).slots is None
 
 
 def test_evaluation_records_nothing_and_has_no_losses() -> None:

@@ -3,14 +3,18 @@
 That every schedule equals one process on every layout is the matter of test_schedules.py.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_parm.moe.schedules import SCHEDULES
-from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel import transport
+from megatron_parm.parallel.context import Axis, ParallelContext
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools, WorkerError
 from tests.moe.layer_run import Case, build_layer, inputs_of, largest_difference, run_layer
@@ -53,25 +57,27 @@ def test_the_module_has_megatrons_names() -> None:
     assert layer.gate is layer.router
 
 
-def test_the_schedule_may_change_between_steps() -> None:
+def test_schedule_and_chunks_may_change_between_steps() -> None:
     case = Case(factor=0.7)
     layer, _ = build_layer(ParallelContext.single(), case, "baseline")
     x, _ = inputs_of(case, 0)
     outputs = []
     for schedule in ALL:
-        layer.schedule = schedule
-        outputs.append(layer(x))
+        for chunks in (1, 2, 3, 4):
+            layer.schedule, layer.chunks = schedule, chunks
+            outputs.append(layer(x))
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("schedule", ["baseline", "s1"])
-@pytest.mark.parametrize("topk", [1, 2])
-def test_one_expert_takes_all_tokens_over_ep_4(pools: Pools, schedule: str, topk: int) -> None:
-    """FC-25, dropless: ranks 1 to 3 (top-1) get no row at all; all equal one process and idle gradients are 0."""
-    case = Case(factor=None, skew=60.0, topk=topk, pre_softmax=True)
-    assert largest_difference(pools, Layout(4, ep=4), case, schedule) < 1e-10
-    for rank, found in enumerate(pools.run(Layout(4, ep=4), run_layer, case, schedule)):
+@pytest.mark.cover(schedule=["baseline", "s1", "s1h"], topk=[1, 2], chunks=[1, 2, 4], factor=[None, 2.0])
+def test_one_expert_takes_all_tokens_over_ep_4(
+    pools: Pools, schedule: str, topk: int, chunks: int, factor: float | None
+) -> None:
+    """FC-25, packed: ranks 1 to 3 (top-1) get no row at all; all equal one process and idle gradients are 0."""
+    case = Case(factor=factor, skew=60.0, topk=topk, pre_softmax=True)
+    assert largest_difference(pools, Layout(4, ep=4), case, schedule, chunks=chunks) < 1e-10
+    for rank, found in enumerate(pools.run(Layout(4, ep=4), run_layer, case, schedule, "", chunks)):
         assert found["summary"].counts[0, 0] == 4 * case.sequence * case.batch
         for name, gradient in found["gradients"].items():
             if name.startswith("experts") and topk == 1:
@@ -80,13 +86,13 @@ def test_one_expert_takes_all_tokens_over_ep_4(pools: Pools, schedule: str, topk
                 assert rank or gradient[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_one_expert_takes_all_tokens_it_has_slots_for(pools: Pools, schedule: str) -> None:
+@pytest.mark.cover(schedule=ALL, chunks=[1, 3], padded=[True, False])
+def test_one_expert_takes_all_tokens_it_has_slots_for(pools: Pools, schedule: str, chunks: int, padded: bool) -> None:
     """FC-25 with a capacity: most tokens are dropped, and the rank of a single short sequence has one token."""
-    drops = Case(factor=1.0, skew=60.0, topk=1, pre_softmax=True)
-    assert largest_difference(pools, Layout(4, ep=4), drops, schedule) < 1e-10
-    short = Case(factor=1.0, skew=60.0, topk=1, pre_softmax=True, sequence=1, batch=1)
-    assert largest_difference(pools, Layout(4, ep=4), short, schedule) < 1e-10
+    drops = Case(factor=1.0, skew=60.0, topk=1, pre_softmax=True, padded=padded)
+    assert largest_difference(pools, Layout(4, ep=4), drops, schedule, chunks=chunks) < 1e-10
+    short = replace(drops, sequence=1, batch=1)
+    assert largest_difference(pools, Layout(4, ep=4), short, schedule, chunks=chunks) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,9 +106,86 @@ def test_idle_experts_on_the_grouped_path(pools: Pools, dtype: torch.dtype) -> N
         assert idle.abs().max() == 0
 
 
-def _shapes_in_turn(ctx: ParallelContext, case: Case, schedule: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+STARTS = (
+    "start_exchange",
+    "start_exchange_uneven",
+    "start_gather_stack",
+    "start_scatter_sum",
+    "start_sum_over",
+    "sum_over_",
+)
+EMPTY = {
+    "no row at all": Case(factor=None, skew=60.0, topk=1, pre_softmax=True),
+    "packed": Case(factor=0.5, skew=60.0, topk=2),
+    "padded": Case(factor=0.5, skew=60.0, topk=1, pre_softmax=True, padded=True),
+}
+
+
+def _has_slots_where_needed(layout: Layout, case: str, schedule: str, frozen: str, chunks: int) -> bool:
+    if schedule == "deepspeed" and layout.esp not in (1, layout.tp):
+        return False
+    return schedule in ("baseline", "s1", "s1h") or EMPTY[case].factor is not None
+
+
+def _collectives_of(ctx: ParallelContext, case: Case, schedule: str, frozen: str, chunks: int) -> list[str]:
+    """What this rank starts on axes of several ranks, forward and backward, in order."""
+    layer, _ = build_layer(ctx, case, schedule, chunks)
+    x, gradient = inputs_of(case, ctx.dp.rank)
+    x.requires_grad_(frozen != "input")
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    told: list[str] = []
+
+    def telling(name: str) -> Callable[..., transport.Flight]:
+        original = getattr(transport, name)
+
+        def start(x: Tensor, axis: Axis, *splits: list[int]) -> transport.Flight:
+            if axis.size > 1:
+                told.append(f"{name} {axis.name}")
+            flight: transport.Flight = original(x, axis, *splits)
+            return flight
+
+        return start
+
+    with patch.multiple(transport, **{name: telling(name) for name in STARTS}):
+        output = layer(x)
+        told.append("backward")
+        output.backward(gradient)
+    assert (x.grad is None) == (frozen == "input")
+    for name, parameter in layer.named_parameters():
+        assert (parameter.grad is None) == bool(frozen and name.startswith(frozen)), name
+    return told
+
+
+@pytest.mark.cover(
+    layout=[
+        Layout(2, ep=2),
+        Layout(4, ep=4),
+        Layout(4, esp=2, ep=2),
+        Layout(4, tp=2, esp=2, ep=2),
+        Layout(8, tp=4, ep=4),
+    ],
+    case=EMPTY,
+    schedule=ALL,
+    frozen=["", "input", "experts", "router"],
+    chunks=[1, 2, 4],
+    where=_has_slots_where_needed,
+)
+def test_every_rank_starts_the_same_collectives_in_the_same_order(
+    pools: Pools, layout: Layout, case: str, schedule: str, frozen: str, chunks: int
+) -> None:
+    """Whatever a rank has: none of the rows, or nothing before it that wants a gradient (FC-25). Reference: rank 0."""
+    found = pools.run(layout, _collectives_of, EMPTY[case], schedule, frozen, chunks)
+    assert all(told == found[0] for told in found)
+    forward, backward = " ".join(found[0]).split("backward")
+    assert "exchange" in forward and "exchange" in backward
+
+
+def _shapes_in_turn(
+    ctx: ParallelContext, case: Case, schedule: str, chunks: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(output, input gradient, router gradient) of training, evaluation of another shape, and training again."""
-    layer, _ = build_layer(ctx, case, schedule)
+    layer, _ = build_layer(ctx, case, schedule, chunks)
     found = []
     for training, batch in ((True, 2), (False, 1), (True, 2), (False, 3), (True, 1)):
         layer.train(training)
@@ -115,12 +198,13 @@ def _shapes_in_turn(ctx: ParallelContext, case: Case, schedule: str) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("schedule", ALL)
-@pytest.mark.parametrize("layout", [Layout(1), Layout(4, tp=2, esp=2, ep=2)], ids=str)
-def test_another_shape_between_two_steps_changes_nothing(pools: Pools, layout: Layout, schedule: str) -> None:
+@pytest.mark.cover(layout=[Layout(1), Layout(4, tp=2, esp=2, ep=2)], schedule=ALL, chunks=[1, 3])
+def test_another_shape_between_two_steps_changes_nothing(
+    pools: Pools, layout: Layout, schedule: str, chunks: int
+) -> None:
     """FC-30: nothing is sized once. The steps before and after are bitwise equal, evaluation equals the naive layer."""
     case = Case(balance=0.0, z=0.0)
-    for rank, found in enumerate(pools.run(layout, _shapes_in_turn, case, schedule)):
+    for rank, found in enumerate(pools.run(layout, _shapes_in_turn, case, schedule, chunks)):
         for first, third in zip(found[0], found[2], strict=True):
             assert torch.equal(first, third)
         column = inputs_of(case, layout.grid.coordinate("dp", rank))[0][:, :1]
@@ -129,8 +213,8 @@ def test_another_shape_between_two_steps_changes_nothing(pools: Pools, layout: L
             torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
-def _repeated(ctx: ParallelContext, case: Case, schedule: str, repeats: int) -> bool:
-    runs: list[dict[str, Any]] = [run_layer(ctx, case, schedule) for _ in range(repeats)]
+def _repeated(ctx: ParallelContext, case: Case, schedule: str, chunks: int, repeats: int) -> bool:
+    runs: list[dict[str, Any]] = [run_layer(ctx, case, schedule, "", chunks) for _ in range(repeats)]
     return all(
         torch.equal(run["output"], runs[0]["output"])
         and all(torch.equal(run["gradients"][name], gradient) for name, gradient in runs[0]["gradients"].items())
@@ -139,9 +223,10 @@ def _repeated(ctx: ParallelContext, case: Case, schedule: str, repeats: int) -> 
 
 
 @pytest.mark.parametrize("schedule", ALL)
-def test_repeats_are_bitwise_equal(pools: Pools, schedule: str) -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_repeats_are_bitwise_equal(pools: Pools, schedule: str, chunks: int) -> None:
     """FC-30: no race between buffers in flight."""
-    assert all(pools.run(Layout(4, tp=2, esp=2, ep=2), _repeated, Case(factor=0.7), schedule, 20))
+    assert all(pools.run(Layout(4, tp=2, esp=2, ep=2), _repeated, Case(factor=0.7), schedule, chunks, 10))
 
 
 def _evaluate(ctx: ParallelContext, case: Case, schedule: str) -> Tensor:
@@ -161,11 +246,13 @@ def test_evaluation_records_nothing(pools: Pools, schedule: str) -> None:
         torch.testing.assert_close(output, _naive(x, case, case.factor), rtol=1e-12, atol=1e-12)
 
 
-def test_s1_refuses_tokens_that_do_not_divide(pools: Pools) -> None:
+def test_s1_and_s1h_refuse_tokens_that_do_not_divide(pools: Pools) -> None:
     """Never fewer tokens (FC-30): entrances refuse such shapes, and the layer does too."""
     with pytest.raises(WorkerError, match="not divisible by the 2 ranks of axis tp"):
         pools.run(Layout(2, tp=2), _evaluate, Case(sequence=7, batch=1), "s1")
-    for schedule in ("baseline", "s2"):
+    with pytest.raises(WorkerError, match="not divisible by the 2 ranks of axis tp"):
+        pools.run(Layout(2, tp=2), _evaluate, Case(sequence=7, batch=1), "s1h")
+    for schedule in ("baseline", "s2", "s2h", "deepspeed"):
         case = Case(sequence=7, batch=1)
         for output in pools.run(Layout(2, tp=2), _evaluate, case, schedule):
             torch.testing.assert_close(output, _naive(inputs_of(case, 0)[0], case, case.factor), rtol=1e-12, atol=1e-12)

@@ -17,19 +17,29 @@ CASES = {
     "nothing dropped": Case(),
     "dropless": Case(factor=None),
     "drops": Case(factor=0.7),
+    "drops, padded": Case(factor=0.7, padded=True),
+    "padded": Case(padded=True),
     "drops by position": Case(factor=0.6, policy="position", pre_softmax=True, gated=True),
     "odd slots": Case(factor=0.9, batch=4, bias=False),  # 15 slots under s2 do not divide by tp
     "one expert takes all": Case(factor=None, skew=60.0, topk=1, pre_softmax=True),
 }
 
 
-def _has_slots_where_needed(layout: Layout, case: str, schedule: str) -> bool:
-    return schedule != "s2" or CASES[case].factor is not None
+def _has_slots_where_needed(layout: Layout, case: str, schedule: str, chunks: int) -> bool:
+    if schedule == "deepspeed" and layout.esp not in (1, layout.tp):
+        return False
+    return schedule not in ("deepspeed", "s2", "s2h") or CASES[case].factor is not None
 
 
-@pytest.mark.cover(layout=MOE_LAYOUTS, case=CASES, schedule=["baseline", "s1", "s2"], where=_has_slots_where_needed)
-def test_equals_one_process(pools: Pools, layout: Layout, case: str, schedule: str) -> None:
-    assert largest_difference(pools, layout, CASES[case], schedule) < 1e-10
+@pytest.mark.cover(
+    layout=MOE_LAYOUTS,
+    case=CASES,
+    schedule=["baseline", "deepspeed", "s1", "s2", "s1h", "s2h"],
+    chunks=[1, 2, 3],
+    where=_has_slots_where_needed,
+)
+def test_equals_one_process(pools: Pools, layout: Layout, case: str, schedule: str, chunks: int) -> None:
+    assert largest_difference(pools, layout, CASES[case], schedule, chunks=chunks) < 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["baseline", "s1", "s2"])

@@ -29,6 +29,7 @@ VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "GROUP_RANK",
 )
 OF_TORCHRUN = {
     "RANK": "5",
@@ -38,6 +39,7 @@ OF_TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29511",
     "TORCHELASTIC_RESTART_COUNT": "2",
+    "GROUP_RANK": "1",
 }
 PATIENCE = timedelta(seconds=20)
 
@@ -83,7 +85,7 @@ def test_without_a_launcher_one_process(variables: pytest.MonkeyPatch) -> None:
 def test_reads_what_torchrun_sets(variables: pytest.MonkeyPatch) -> None:
     for name, text in OF_TORCHRUN.items():
         variables.setenv(name, text)
-    assert launch.read_environment() == LaunchEnvironment(5, 8, 1, 4, "node0", 29511, 2)
+    assert launch.read_environment() == LaunchEnvironment(5, 8, 1, 4, "node0", 29511, 2, f"{socket.gethostname()}/1")
 
 
 @pytest.mark.parametrize(
