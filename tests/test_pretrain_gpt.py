@@ -332,27 +332,73 @@ def test_sigterm_to_one_worker_saves_one_iteration_and_a_resume_goes_on(corpus: 
     assert trained == list(range(1, stopped + 2))
 
 
+def _torchrun(argv: list[str], *own: str) -> "subprocess.Popen[str]":
+    """The script under torchrun on two ranks, as a user starts it."""
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", *own]
+    return subprocess.Popen(
+        [*command, "pretrain_gpt.py", *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["experts-ep", "token-id"])
+def test_wrong_input_under_torchrun_is_code_2_from_both_workers(corpus: str, tmp_path: Path, name: str) -> None:
+    """torchrun's own summary tells the codes; our message comes once, before it."""
+    _, more, damage, _ = BAD[name]
+    more = more.replace("--num-experts 6", "--num-experts 3").replace("parallel-size 4", "parallel-size 2")
+    with _torchrun(flags(_data(corpus, tmp_path, damage), more)) as running:
+        said = running.communicate(timeout=90)[0]
+    assert running.returncode == 1
+    assert said.count("exitcode  : 2 ") == 2, said
+    ours = said[: said.index("torch/distributed/elastic")]
+    assert ours.count("error: ") == 1 and "Traceback" not in ours
+
+
+@pytest.mark.full
+def test_torchrun_restarts_a_run_whose_rank_was_killed(corpus: str, tmp_path: Path) -> None:
+    """Faults row 18: the second attempt goes on from the newest checkpoint and ends as the uninterrupted run."""
+    argv = flags(
+        corpus, MOE, "--train-iters 400 --tensor-model-parallel-size 2 --save-interval 20 --hidden-dropout 0.1"
+    )
+    golden, log, root = tmp_path / "golden.jsonl", tmp_path / "log.jsonl", tmp_path / "run"
+    with _torchrun([*argv, "--log-json", str(golden)]) as running:
+        said = running.communicate(timeout=120)[0]
+    assert running.returncode == 0, said
+    argv += ["--log-json", str(log), "--save", str(root), "--load", str(root)]
+    with _torchrun(argv, "--max-restarts", "1") as running:
+        deadline = time.monotonic() + 90
+        while not log.exists() or log.read_text().count('"event": "save"') < 2:
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        said = running.communicate(timeout=120)[0]
+    assert running.returncode == 0, said
+    losses = [
+        {event["iteration"]: event["lm_loss"] for event in read_run(path).events if event["event"] == "train"}
+        for path in (golden, log)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 400
+    assert [event["event"] for event in read_run(log).events].count("start") == 2
+
+
 def test_sigterm_to_torchrun_saves_and_leaves_a_marker(corpus: str, tmp_path: Path) -> None:
     """FC-35 through the script itself: torchrun hands the signal on and says 1 whatever its workers say."""
     root, log = tmp_path / "run", tmp_path / "log.jsonl"
     argv = flags(corpus, MOE, "--train-iters 100000 --exit-signal-handler --tensor-model-parallel-size 2")
     argv += ["--save", str(root), "--log-json", str(log)]
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*torchrun, "pretrain_gpt.py", *argv],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as running:
+    with _torchrun(argv) as running:
         try:
             deadline = time.monotonic() + 90
             while not log.exists() or log.read_text().count('"train"') < 2:
                 assert running.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
             running.send_signal(signal.SIGTERM)
-            said = running.communicate(timeout=60)[0].decode()
+            said = running.communicate(timeout=60)[0]
         finally:
             running.kill()
     assert running.returncode == 1

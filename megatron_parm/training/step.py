@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.grads.finish import copy_over_tp
 from megatron_parm.grads.reduce import reduce_gradients
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.optim.clip import clip_gradients
@@ -80,6 +81,7 @@ class TrainStep:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         reduce_gradients(self._buffers, self._ctx)
+        copy_over_tp(self._buffers, self._ctx)
         lm_loss = transport.sum_over(total, self._ctx.dp).item() / self._ctx.dp.size
         norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
         is_finite = norm - norm == 0.0 and lm_loss - lm_loss == 0.0

@@ -1,0 +1,32 @@
+"""What a reduction over the replicas of data leaves to do. Floor 4.
+
+The rules here are few and named. The router's sum over tp is none of them: it belongs to the schedule.
+"""
+
+import torch
+
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.sharding import spec_of
+from megatron_parm.parallel.transport import broadcast_
+
+
+@torch.no_grad()
+def copy_over_tp(buffers: GradientBuffers, ctx: ParallelContext) -> None:
+    """Give every rank of tp the first one's gradients of the dense parameters that all of them hold whole.
+
+    They are equal but for rounding: the baseline sends the copies of a token that tp peers hold through the experts in
+    different rows, and a matrix product may round each row its own way. Without this the copies of norms, biases and
+    routers would drift apart, and a checkpoint, which keeps one of them, would not resume bit for bit.
+    Call on all ranks, after the gradients were reduced.
+    """
+    if ctx.tp.size == 1 or ctx.ep_esp.size == 1:
+        return
+    for buffer in buffers.buffers:
+        whole = [slot for slot in buffer.slots if not spec_of(slot.parameter).is_cut_by("tp")]
+        if buffer.role == "expert" or not whole:
+            continue
+        flat = torch.cat([buffer.data[slot.start : slot.stop] for slot in whole])
+        broadcast_(flat, ctx.tp)
+        for slot, values in zip(whole, torch.split(flat, [slot.stop - slot.start for slot in whole]), strict=True):
+            buffer.data[slot.start : slot.stop] = values
