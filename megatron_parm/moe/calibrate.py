@@ -6,6 +6,7 @@ Source: parm.md section 6.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_parm.errors import DataError
-from megatron_parm.moe.cost import CHUNK_COUNTS, CostModel, LayerShape, Line, predict
+from megatron_parm.moe.cost import AXES, CHUNK_COUNTS, CostModel, LayerShape, Line, predict
 from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.probe import Pass, build_probe
 from megatron_parm.parallel import transport
@@ -181,8 +182,7 @@ def _overlaps(
 def _crossing(ctx: ParallelContext) -> list[str]:
     """The axes whose groups, somewhere in the world, span nodes."""
     nodes = transport.gather_text(ctx.node, ctx.world)
-    axes = ("ep", "ep_esp", "tp", "esp")
-    return [name for name in axes if any(len({nodes[rank] for rank in group}) > 1 for group in ctx.grid.groups(name))]
+    return [name for name in AXES if any(len({nodes[rank] for rank in group}) > 1 for group in ctx.grid.groups(name))]
 
 
 def cluster_key(ctx: ParallelContext) -> str:
@@ -211,19 +211,34 @@ def from_json(values: Any) -> CostModel:
     try:
         lines = {str(name): Line(*map(float, line)) for name, line in values["lines_ms"].items()}
         numbers = {name: float(values[name]) for name in ("links_hidden", "processor_hidden", "chunk_ms")}
-        return CostModel(str(values["source"]), lines, frozenset(map(str, values["crossing"])), **numbers)
+        crossing = frozenset(values["crossing"])
+        model = CostModel(str(values["source"]), lines, crossing, **numbers)
+        _check(model)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"the cost model is damaged ({type(error).__name__}: {error}); delete the file of --moe-cost-model to "
             "measure anew"
         ) from None
+    return model
+
+
+def _check(model: CostModel) -> None:
+    """Raises ValueError or KeyError for what no prediction can be made from."""
+    for collective, axis in (*COLLECTIVES, ("experts", "")):
+        model.line(collective, axis)
+    numbers = [number for line in model.lines.values() for number in (line.alpha, line.beta)]
+    numbers += [model.links_hidden, model.processor_hidden, model.chunk_ms]
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ValueError("a time is below zero or not a number")
+    if not model.crossing <= set(AXES):
+        raise ValueError(f"crossing names other axes than {', '.join(AXES)}")
 
 
 def read_models(path: Path) -> dict[str, CostModel]:
     """The models of a file by cluster key; none if there is no file. Raises DataError."""
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"--moe-cost-model {path} cannot be read: {error}; delete it to measure anew") from None
@@ -233,9 +248,13 @@ def read_models(path: Path) -> dict[str, CostModel]:
 
 
 def keep_model(path: Path, key: str, model: CostModel) -> None:
-    """Add a model to a file, in one rename."""
+    """Add a model to a file, in one rename. Raises DataError where it cannot be written."""
     models = {**read_models(path), key: replace(model, source=f"{model.source} ({path.name})")}
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps({name: to_json(kept) for name, kept in models.items()}, indent=1) + "\n")
-    draft.replace(path)
+    text = json.dumps({name: to_json(kept) for name, kept in models.items()}, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise DataError(f"--moe-cost-model {path} cannot be written: {error}; name a file that can be") from None
