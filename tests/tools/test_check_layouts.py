@@ -17,15 +17,17 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_parm.config.moe import Schedule
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.moe import gate
+from megatron_parm.moe.schedules import SCHEDULES as ALL_SCHEDULES
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.transport import sum_over_
 from megatron_parm.training import step
 from tests.harness import layouts
 from tests.harness.pools import Pools
 from tools import check_layouts
-from tools.check_layouts import LAYOUTS, LIMITS, SCHEDULES, Layout, make_config
+from tools.check_layouts import LAYOUTS, LIMITS, SCHEDULES, Layout, can_run, make_config
 
 
 def _place(layout: Layout) -> layouts.Layout:
@@ -38,7 +40,10 @@ def _name(layout: Layout) -> str:
 
 def _rows_by_turns() -> list[Any]:
     """Each layout with one kind, taking turns; the others with --full."""
-    kinds = [("baseline", False), ("s1", False), ("s2", False), ("s1", True)]
+    kinds: list[tuple[Schedule, bool]] = [
+        *((schedule, False) for schedule in ("baseline", "s1", "s2", "deepspeed", "s1h", "s2h")),
+        *((schedule, True) for schedule in ("s1", "s1h")),
+    ]
     return [
         pytest.param(
             layout,
@@ -49,6 +54,7 @@ def _rows_by_turns() -> list[Any]:
         )
         for number, layout in enumerate(LAYOUTS)
         for turn, (schedule, dropless) in enumerate(kinds)
+        if can_run(schedule, layout, dropless=dropless)
     ]
 
 
@@ -108,13 +114,25 @@ def _experts_summed_over_dp() -> Any:
 
 # --- the table ---
 
-DROPPING_NOTHING = [(schedule, False) for schedule in SCHEDULES]
-DROPLESS = [("baseline", True), ("s1", True)]  # s2 cuts slots, so it needs a capacity
+
+def _is_a_row(layout: Layout, schedule: Schedule, dropless: bool) -> bool:
+    return can_run(schedule, layout, dropless=dropless)
 
 
-@pytest.mark.parametrize(("schedule", "dropless"), DROPPING_NOTHING + DROPLESS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
-def test_gradients_of_every_row(pools: Pools, layout: Layout, schedule: str, dropless: bool) -> None:
+def test_which_rows_there_are() -> None:
+    """s2, s2h and deepspeed need a capacity; deepspeed an esp of 1 or tp."""
+    dropless = [schedule for schedule in SCHEDULES if can_run(schedule, Layout(1), dropless=True)]
+    assert dropless == ["baseline", "s1", "s1h"]
+    left_out = [(layout, name) for layout in LAYOUTS for name in SCHEDULES if not can_run(name, layout, dropless=False)]
+    assert left_out == [
+        (Layout(4, tp=4, esp=2, ep=2), "deepspeed"),
+        (Layout(4, tp=1, esp=2, ep=2), "deepspeed"),
+    ]
+    assert set(SCHEDULES) == set(ALL_SCHEDULES)
+
+
+@pytest.mark.cover(layout=LAYOUTS, schedule=SCHEDULES, dropless=(False, True), where=_is_a_row)
+def test_gradients_of_every_row(pools: Pools, layout: Layout, schedule: Schedule, dropless: bool) -> None:
     found = pools.run(_place(layout), _gradients, layout, schedule, dropless)
     assert max(found) <= LIMITS["gradients"]
 
