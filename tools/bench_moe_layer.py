@@ -137,8 +137,24 @@ def shape_of(flags: argparse.Namespace, ctx: ParallelContext) -> LayerShape:
     )
 
 
+def check(flags: argparse.Namespace, shape: LayerShape) -> None:
+    """Raises ConfigError for flags that name nothing that could be timed."""
+    shape.check()
+    for name in flags.schedules.split(","):
+        if name not in (*SCHEDULES, "auto"):
+            raise ConfigError(f"--schedules {name}: not known; use {', '.join(SCHEDULES)} or auto")
+        why = unable(name, shape)
+        if why is not None:
+            raise ConfigError(f"--schedules {name}: {why}")
+    if not all(word.isdecimal() and int(word) > 0 for word in flags.chunks.split(",")):
+        raise ConfigError(f"--chunks {flags.chunks}: expected whole numbers of at least 1, with commas between")
+    for name, least in (("iters", 1), ("warmup", 0)):
+        if getattr(flags, name) < least:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least {least}")
+
+
 def rows_of(flags: argparse.Namespace, shape: LayerShape, model: CostModel) -> list[Row]:
-    """What is to be timed. Raises ConfigError for a schedule that cannot run the shape."""
+    """What is to be timed."""
     rows = []
     for name in flags.schedules.split(","):
         if name == "auto":
@@ -146,11 +162,6 @@ def rows_of(flags: argparse.Namespace, shape: LayerShape, model: CostModel) -> l
             predicted = predict(choice.schedule, choice.chunks, shape, model)
             rows.append(Row("auto", choice.schedule, choice.chunks, predicted))
             continue
-        if name not in SCHEDULES:
-            raise ConfigError(f"--schedules {name}: not known; use {', '.join(SCHEDULES)} or auto")
-        why = unable(name, shape)
-        if why is not None:
-            raise ConfigError(f"--schedules {name}: {why}")
         for chunks in map(int, flags.chunks.split(",")):
             rows.append(Row(name, name, chunks, predict(name, chunks, shape, model)))
     return rows
@@ -190,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = RankGrid(environment.world, tp=flags.tp, ep=flags.ep or environment.world // flags.esp, esp=flags.esp)
         ctx = launch.start(grid, environment, store, device, backend, timeout)
         shape, dtype = shape_of(flags, ctx), DTYPES[flags.dtype]
+        check(flags, shape)
         rows = rows_of(flags, shape, measure(shape, ctx, dtype, device_synchroniser(device)))
         measure_rows(rows, Pass(build_probe(shape, ctx, dtype), shape.num_tokens, ctx), flags, ctx)
         if ctx.rank == 0:

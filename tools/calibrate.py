@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_parm.moe.calibrate import cluster_key, keep_model, measure
+from megatron_parm.moe.calibrate import cluster_key, keep_model, measure, read_models
 from megatron_parm.moe.cost import LayerShape
 from megatron_parm.observe.timers import device_synchroniser
 from megatron_parm.parallel import launch
@@ -77,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             ep=ctx.ep.size,
             esp=ctx.esp.size,
         )
+        shape.check()
+        on_all_ranks(ctx.world, lambda: read_models(flags.moe_cost_model) if ctx.rank == 0 else {})  # before measuring
         key = cluster_key(ctx)
         model = measure(shape, ctx, dtype, device_synchroniser(device))
         on_all_ranks(ctx.world, lambda: keep_model(flags.moe_cost_model, key, model) if ctx.rank == 0 else None)
         if ctx.rank == 0:
             for name, line in model.lines.items():
-                print(f"{name:20} {line.alpha:9.3f} ms + {line.beta * 1e6:9.3f} ms per million   r2 {line.r2:.4f}")
+                print(f"{name:20} {line.alpha:9.3f} ms + {line.beta * 1e6:9.3g} ms per million   r2 {line.r2:.4f}")
             print(
                 f"hidden: {model.links_hidden:.0%} of the shorter of two collectives, {model.processor_hidden:.0%} of "
                 f"a collective beside the experts; crossing nodes: {', '.join(sorted(model.crossing)) or 'no axis'}\n"

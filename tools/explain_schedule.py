@@ -71,14 +71,16 @@ def shape_of(flags: argparse.Namespace) -> LayerShape:
 def model_of(flags: argparse.Namespace) -> CostModel:
     """The cost model that the flags name. Raises ConfigError where that is not one."""
     if flags.moe_cost_model is None:
+        if flags.cluster is not None:
+            raise ConfigError(f"--cluster {flags.cluster} names an entry of a file; give --moe-cost-model too")
         return PUBLISHED
     models = read_models(flags.moe_cost_model)
+    if not models:
+        raise ConfigError(f"--moe-cost-model {flags.moe_cost_model} has no entry; write one with tools/calibrate.py")
     if flags.cluster is None and len(models) == 1:
         return next(iter(models.values()))
     if flags.cluster not in models:
-        raise ConfigError(
-            f"--moe-cost-model {flags.moe_cost_model} has {', '.join(models) or 'no entry'}; name one with --cluster"
-        )
+        raise ConfigError(f"--moe-cost-model {flags.moe_cost_model} has {', '.join(models)}; name one with --cluster")
     return models[flags.cluster]
 
 
@@ -105,6 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     try:
         shape, model = shape_of(flags), model_of(flags)
+        shape.check()
+        if min(flags.chunks) < 1 or flags.bytes_per_element < 1:
+            raise ConfigError("--chunks and --bytes-per-element must be at least 1")
     except MegatronParmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

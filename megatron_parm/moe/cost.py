@@ -9,6 +9,7 @@ and the other r - 1 chunks at the pace of the busiest resource. Source: parm.md 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron_parm.errors import ConfigError
 from megatron_parm.moe.routing import capacity_of
 
 CHUNK_COUNTS = (1, 2, 4)  # what auto tries
@@ -90,6 +91,21 @@ class LayerShape:
     tp: int
     ep: int
     esp: int
+
+    def check(self) -> None:
+        """Raises ConfigError for sizes that no layer can have; for entrances that take them one by one."""
+        for name in ("num_tokens", "hidden_size", "ffn_hidden_size", "num_experts", "topk", "tp", "ep", "esp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
+        if self.topk > self.num_experts:
+            raise ConfigError(f"--topk {self.topk} must not exceed the {self.num_experts} experts of --num-experts")
+        for axis, size, what in (("ep", self.ep, "num_experts"), ("esp", self.esp, "ffn_hidden_size")):
+            if getattr(self, what) % size:
+                raise ConfigError(
+                    f"{axis} {size} must divide the {what.replace('_', ' ')} {getattr(self, what)}; use a divisor of it"
+                )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ConfigError(f"capacity factor {self.capacity_factor:g} must be above 0")
 
     @property
     def slots(self) -> int:

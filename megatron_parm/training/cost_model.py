@@ -37,5 +37,5 @@ def cost_model_for(config: RunConfig, ctx: ParallelContext, log: Log) -> CostMod
     model = measure(layer_shape(config, ctx), ctx, dtype, device_synchroniser(ctx.device))
     on_all_ranks(ctx.world, lambda: keep_model(path, key, model) if ctx.rank == 0 else None)
     for name, line in model.lines.items():
-        log.say(f" >   {name}: {line.alpha:.3f} ms + {line.beta * 1e6:.3f} ms per million, r2 {line.r2:.4f}")
+        log.say(f" >   {name}: {line.alpha:.3f} ms + {line.beta * 1e6:.3g} ms per million, r2 {line.r2:.4f}")
     return model

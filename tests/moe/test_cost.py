@@ -7,9 +7,11 @@ published means of best(S1, S2) over the baseline; without overlap it is what `p
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
+from typing import Any
 
 import pytest
 
+from megatron_parm.errors import ConfigError
 from megatron_parm.moe.cost import PLANS, PUBLISHED, CostModel, LayerShape, Line, plan, predict
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, GEMM = (
@@ -239,3 +241,20 @@ def test_the_published_constants() -> None:
     assert PUBLISHED.lines["all_reduce"].alpha == pytest.approx(ALL_GATHER[0] + REDUCE_SCATTER[0])
     assert PUBLISHED.lines["all_reduce"].beta == pytest.approx(ALL_GATHER[1] + REDUCE_SCATTER[1])
     assert "2080 Ti" in PUBLISHED.source
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tp": 0}, "tp 0 must be at least 1"),
+        ({"num_tokens": 0}, "num tokens 0 must"),
+        ({"topk": 9}, "--topk 9 must not exceed the 8 experts"),
+        ({"ep": 3}, "ep 3 must divide the num experts 8"),
+        ({"esp": 4}, "esp 4 must divide the ffn hidden size 6"),
+        ({"capacity_factor": 0.0}, "capacity factor 0 must be above 0"),
+    ],
+)
+def test_sizes_that_no_layer_can_have(wrong: dict[str, Any], message: str) -> None:
+    SMALL.check()
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **wrong).check()

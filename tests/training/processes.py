@@ -1,7 +1,7 @@
 """Runs as real processes, one for each rank, each with an environment, an exit code and output of its own.
 
 The processes are forked from the pools' server, where torch is loaded already, and are told their places as torchrun
-would tell them. What they run is `pretrain`, the whole of pretrain_gpt.py.
+would tell them. What they run is `pretrain`, the whole of pretrain_gpt.py, or the `main` of a tool.
 """
 
 import multiprocessing
@@ -33,7 +33,15 @@ def free_port() -> int:
         return port
 
 
-def _life(rank: int, world: int, port: int, argv: list[str], log: str, fault: "Callable[[int], Any] | None") -> None:
+def _life(
+    rank: int,
+    world: int,
+    port: int,
+    argv: list[str],
+    log: str,
+    fault: "Callable[[int], Any] | None",
+    main: Callable[[list[str]], int],
+) -> None:
     with Path(log).open("ab", buffering=0) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -42,7 +50,7 @@ def _life(rank: int, world: int, port: int, argv: list[str], log: str, fault: "C
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with nullcontext() if fault is None else fault(rank):
-        code = pretrain(argv)
+        code = main(argv)
     sys.exit(code)
 
 
@@ -55,6 +63,7 @@ class Ranks:
         folder: Path,
         fault: "Callable[[int], Any] | None" = None,
         port: int | None = None,
+        main: Callable[[list[str]], int] = pretrain,
     ) -> None:
         start = multiprocessing.get_context("forkserver")
         start.set_forkserver_preload(PRELOAD)
@@ -64,7 +73,7 @@ class Ranks:
         self._logs = [folder / f"rank{rank}.txt" for rank in range(len(argv))]
         self.processes: list[ForkServerProcess] = []
         for rank, own in enumerate(argv):
-            arguments = (rank, len(argv), self.port, list(own), str(self._logs[rank]), fault)
+            arguments = (rank, len(argv), self.port, list(own), str(self._logs[rank]), fault, main)
             self.processes.append(start.Process(target=_life, args=arguments))
             self.processes[-1].start()
 
@@ -105,10 +114,11 @@ def ranks(
     folder: Path,
     fault: "Callable[[int], Any] | None" = None,
     port: int | None = None,
+    main: Callable[[list[str]], int] = pretrain,
 ) -> Iterator[Ranks]:
     """Processes with these flags, or with flags of their own each; none outlives the block."""
     each = [argv] * world if argv and isinstance(argv[0], str) else argv
-    running = Ranks(each, folder, fault, port)  # type: ignore[arg-type]  # told apart above
+    running = Ranks(each, folder, fault, port, main)  # type: ignore[arg-type]  # told apart above
     try:
         yield running
     finally:
