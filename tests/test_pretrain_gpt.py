@@ -360,7 +360,7 @@ def test_wrong_input_under_torchrun_is_code_2_from_both_workers(corpus: str, tmp
 
 @pytest.mark.full
 def test_torchrun_restarts_a_run_whose_rank_was_killed(corpus: str, tmp_path: Path) -> None:
-    """Faults row 18: the second attempt goes on from the newest checkpoint and ends as the uninterrupted run."""
+    """After a kill the second attempt goes on from the newest checkpoint and ends as the uninterrupted run."""
     argv = flags(
         corpus, MOE, "--train-iters 400 --tensor-model-parallel-size 2 --save-interval 20 --hidden-dropout 0.1"
     )
