@@ -42,6 +42,7 @@ from megatron_parm.parallel.launch import GroupCache, LaunchEnvironment
 from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.training.assemble import make_model, make_schedule
 from megatron_parm.training.entrance import guarded
+from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.step import TrainStep
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = 61, 8, 2, 16
@@ -153,10 +154,9 @@ def train(config: RunConfig, ctx: ParallelContext, num_steps: int) -> tuple[Figu
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
     schedule = make_schedule(config)
     step = TrainStep(
-        built.model,
+        SingleStage(built.model, built.balance_scale),
         buffers,
         build_optimizer(buffers),
-        built.balance_scale,
         ctx,
         max_norm=0.0,
         per_token_loss=False,

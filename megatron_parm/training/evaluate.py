@@ -8,7 +8,7 @@ from torch import nn
 from megatron_parm.data.batches import Batch
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.training.step import to_device, token_losses
+from megatron_parm.training.forward_backward import to_device, token_losses
 
 
 @torch.no_grad()

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.finish import copy_over_tp
 from megatron_parm.grads.reduce import reduce_gradients
-from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.optim.clip import clip_gradients
 from megatron_parm.optim.precision import Optimizer
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.training.forward_backward import ForwardBackward, to_device
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,8 @@ class StepResult:
     is_skipped: bool
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; itself where it is there already."""
-    moved = {name: value.to(device, non_blocking=True) for name, value in batch.items() if isinstance(value, Tensor)}
-    return moved  # type: ignore[return-value]  # the keys are those of the batch
-
-
-def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of the losses of the counted tokens, their number) of a micro-batch, both scalars."""
-    losses: Tensor = model(
-        batch["tokens"], batch["position_ids"], batch["labels"], batch.get("attention_mask")
-    )  # [b, s]
-    mask = batch["loss_mask"].to(losses.dtype)
-    return (losses * mask).sum(), mask.sum()
-
-
 class TrainStep:
-    """Runs steps on one model.
+    """Runs steps on one model, whose micro-batches go through `forward_backward`.
 
     The loss of a step is the mean over micro-batches and data-parallel ranks of each micro-batch's mean; with
     `per_token_loss` the mean over all counted tokens of the global batch. A micro-batch without a counted token adds
@@ -51,19 +36,17 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        forward_backward: ForwardBackward,
         buffers: GradientBuffers,
         optimizer: Optimizer,
-        balance_scale: BackwardScale,
         ctx: ParallelContext,
         *,
         max_norm: float,
         per_token_loss: bool,
     ) -> None:
-        self._model = model
+        self._forward_backward = forward_backward
         self._buffers = buffers
         self._optimizer = optimizer
-        self._balance_scale = balance_scale
         self._ctx = ctx
         self._max_norm = max_norm
         self._per_token_loss = per_token_loss
@@ -73,13 +56,7 @@ class TrainStep:
         self._buffers.zero()
         micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
         divisors = self._divisors(micro_batches)
-        self._balance_scale.value = 1.0 / num_micro_batches
-        total = torch.zeros((), dtype=torch.float64, device=self._ctx.device)
-        for batch, divisor in zip(micro_batches, divisors, strict=True):
-            loss_sum, _ = token_losses(self._model, batch)
-            loss = loss_sum / divisor
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        total = self._forward_backward.run(micro_batches, divisors)
         reduce_gradients(self._buffers, self._ctx)
         copy_over_tp(self._buffers, self._ctx)
         lm_loss = transport.sum_over(total, self._ctx.dp).item() / self._ctx.dp.size

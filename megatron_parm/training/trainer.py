@@ -28,6 +28,7 @@ from megatron_parm.parallel import transport
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
 from megatron_parm.training.evaluate import evaluate
+from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, load_run, save_run
 from megatron_parm.training.signals import StopRequests
@@ -51,10 +52,9 @@ class Trainer:
             run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
         )
         self._step = TrainStep(
-            run.built.model,
+            SingleStage(run.built.model, run.built.balance_scale),
             run.buffers,
             run.optimizer,
-            run.built.balance_scale,
             run.ctx,
             max_norm=run.config.optim.clip_grad,
             per_token_loss=training.calculate_per_token_loss,

@@ -5,7 +5,6 @@ References: closed forms on a model of one weight; whole runs of one process; th
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +18,9 @@ from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.optim.build import build_optimizer
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import make_parameter
-from megatron_parm.training import step
-from megatron_parm.training.step import StepResult, TrainStep, token_losses
+from megatron_parm.training import forward_backward
+from megatron_parm.training.forward_backward import SingleStage, token_losses
+from megatron_parm.training.step import StepResult, TrainStep
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.training.runs import MOE, Outcome, flags, run_training, same_bits
@@ -55,7 +55,7 @@ def _make(ctx: ParallelContext, model: nn.Module, scale: BackwardScale, **settin
     buffers = GradientBuffers(dict(model.named_parameters()), ctx)
     optimizer = build_optimizer(buffers, "sgd", sgd_momentum=0.0)
     settings = {"max_norm": 0.0, "per_token_loss": False} | settings
-    return TrainStep(model, buffers, optimizer, scale, ctx, **settings)
+    return TrainStep(SingleStage(model, scale), buffers, optimizer, ctx, **settings)
 
 
 def _one_step(ctx: ParallelContext, per_token_loss: bool) -> tuple[float, float, float, float]:
@@ -158,7 +158,7 @@ def _nan_on(where: int, rank: int) -> Any:
         loss, count = token_losses(model, batch)
         return (loss * math.nan if rank == where and next(calls) == BAD_STEP * MICRO_BATCHES else loss), count
 
-    return patch.object(step, "token_losses", spoiled)
+    return patch.object(forward_backward, "token_losses", spoiled)
 
 
 @pytest.mark.parametrize("where", [0, 1, 3])
@@ -185,14 +185,3 @@ def test_a_skipped_step_is_counted_and_leaves_weights_rates_and_moments(pools: P
         assert skipped.column("consumed_samples") == [8, 16, 24]
         assert skipped.column("learning_rate")[2] == good.column("learning_rate")[1]
         assert same_bits(skipped.state, good.state) == []
-
-
-def test_token_losses_take_the_mask_as_it_is() -> None:
-    loss, count = token_losses(Weighted(), RANK_0[1])
-    assert (loss.item(), count.item()) == (5.0, 1.0)
-
-
-def test_batches_stay_where_they_are_on_the_same_device() -> None:
-    batch = RANK_0[0]
-    moved: Iterator[Tensor] = iter(step.to_device(batch, torch.device("cpu")).values())  # type: ignore[arg-type]
-    assert all(a is b for a, b in zip(moved, batch.values(), strict=True))
