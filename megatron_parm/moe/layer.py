@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate
-from megatron_parm.moe.schedules import SCHEDULES
+from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES
+from megatron_parm.moe.steps import mp_all_gather, mp_split
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.shapes import expect_shape
 
@@ -13,10 +14,22 @@ class MoELayer(nn.Module):
     """[s, b, h] -> [s, b, h]; takes the place of the dense feed-forward layer. Call on all ranks of the stage.
 
     `schedule` is a name of `SCHEDULES`. All schedules hold the same parameters, so it may be changed between steps.
+    Under `sequence_parallel` input and output are this rank's slices over tp, `[s/tp, b, h]`: S1 and its kin start from
+    them, the other schedules join them first.
     """
 
-    def __init__(self, gate: Gate, experts: Experts, *, schedule: str, chunks: int = 1, ctx: ParallelContext) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        experts: Experts,
+        *,
+        schedule: str,
+        chunks: int = 1,
+        sequence_parallel: bool = False,
+        ctx: ParallelContext,
+    ) -> None:
         super().__init__()
+        self.sequence_parallel = sequence_parallel
         self.router = gate
         self.experts = experts
         self.schedule = schedule
@@ -29,8 +42,13 @@ class MoELayer(nn.Module):
         return self.router
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; `[s/tp, b, h]` both under sequence parallelism."""
         expect_shape(x, "s b h", h=self.router.weight.shape[1])
         tokens = x.reshape(-1, x.shape[-1])  # [n, h]
+        must_join = self.sequence_parallel and self.schedule not in STARTS_FROM_SLICES
+        if must_join:
+            tokens = mp_all_gather(tokens, self._ctx)  # [n/tp, h] -> [n, h]
         output = SCHEDULES[self.schedule](tokens, self, self._ctx, self.chunks)  # [n, h]
+        if must_join:
+            output = mp_split(output, self._ctx)  # [n, h] -> [n/tp, h]
         return output.view_as(x)

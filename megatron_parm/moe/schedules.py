@@ -1,7 +1,8 @@
 """The orders in which an MoE layer can compute and communicate, one screen each, in the paper's words. Floor 5.
 
 Every schedule takes this rank's tokens `[n, h]`, identical on MP peers, and returns the layer's output `[n, h]`, again
-identical on MP peers. Where nothing is dropped all give the same output and the same gradients.
+identical on MP peers. Where nothing is dropped all give the same output and the same gradients. Under sequence
+parallelism tokens are MP slices `[n/tp, h]` already: S1 and S1H start at the gate and end with the combine.
 Source: Parm (Pan et al., INFOCOM 2024), sections on S1 and S2; parm.md sections 2 and 3.
 """
 
@@ -68,6 +69,10 @@ class MoEBlock(Protocol):
     def experts(self) -> ExpertStep:
         """Its experts."""
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the layer's tokens are MP slices before and after it."""
+
 
 Schedule = Callable[[Tensor, MoEBlock, ParallelContext, int], Tensor]
 
@@ -106,7 +111,7 @@ def deepspeed(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int
 
 def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
     """Pause MP before the gate, resume it at the end. Capacity is counted within each MP slice."""
-    shard = mp_split(tokens, ctx)  # [n/tp, h]
+    shard = tokens if block.sequence_parallel else mp_split(tokens, ctx)  # [n/tp, h]
     routing = block.gate(shard, shared_over=ctx.tp, chunks=chunks)  # gate weights: gradient summed over tp
     returned = pipelined(
         announce(dispatch(shard, routing), ctx.ep_esp),  # [E, c, h]
@@ -115,7 +120,7 @@ def s1(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Te
         lambda partial: esp_sum(arrived(partial), ctx),  # [E, c, h]
     )
     shard = combine(returned, routing)  # [n/tp, h]
-    return mp_all_gather(shard, ctx)  # [n, h]
+    return shard if block.sequence_parallel else mp_all_gather(shard, ctx)  # [n, h]
 
 
 def s2(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
@@ -139,7 +144,7 @@ def s2(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Te
 
 def s1h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
     """S1 with one copy of each token across nodes: the ESP shards share it inside the node."""
-    shard = mp_split(tokens, ctx)  # [n/tp, h]
+    shard = tokens if block.sequence_parallel else mp_split(tokens, ctx)  # [n/tp, h]
     routing = block.gate(shard, shared_over=ctx.tp, chunks=chunks)  # gate weights: gradient summed over tp
     returned = pipelined(
         announce(dispatch(shard, routing), ctx.ep_esp),  # [E, c, h]
@@ -150,7 +155,7 @@ def s1h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> T
         arrived,
     )
     shard = combine(returned, routing)  # [n/tp, h]
-    return mp_all_gather(shard, ctx)  # [n, h]
+    return shard if block.sequence_parallel else mp_all_gather(shard, ctx)  # [n, h]
 
 
 def s2h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
@@ -178,3 +183,6 @@ SCHEDULES: dict[str, Schedule] = {
     "s1h": s1h,
     "s2h": s2h,
 }
+
+# Under sequence parallelism these take and give MP slices; the others need the tokens of all MP peers.
+STARTS_FROM_SLICES = frozenset({"s1", "s1h"})

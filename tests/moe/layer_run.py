@@ -38,6 +38,7 @@ class Case:
     minimum: int = 1
     padded: bool = False
     skew: float = 0.0  # added to expert 0's scores through a constant feature
+    sequence_parallel: bool = False
     balance: float = 0.3
     z: float = 0.05
     dtype: torch.dtype = torch.float64
@@ -71,7 +72,7 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1
         output_initialiser=common["initialiser"],
         **common,
     )
-    layer = MoELayer(gate, experts, schedule=schedule, chunks=chunks, ctx=ctx)
+    layer = MoELayer(gate, experts, schedule=schedule, chunks=chunks, sequence_parallel=case.sequence_parallel, ctx=ctx)
     for parameter in layer.parameters():
         attach(parameter, Initialiser("normal", 0.7))
     initialise_weights(layer, 5)
@@ -109,6 +110,8 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
             layer.router, tokens, None, segments
         )
     x, gradient = inputs_of(case, ctx.dp.rank)
+    if case.sequence_parallel:
+        x, gradient = (part.chunk(ctx.tp.size)[ctx.tp.rank].clone() for part in (x, gradient))
     x.requires_grad_()
     output = layer(x)
     output.backward(gradient)
@@ -116,6 +119,7 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
     assert summary is not None
     return {
         "dp": ctx.dp.rank,
+        "tp": ctx.tp.rank,
         "output": output.detach(),
         "input_gradient": x.grad,
         "gradients": reduce_gradients(ctx, layer, faults),
@@ -175,10 +179,10 @@ def largest_difference(
     expected = reference(case, grid.dp, slices=layout.tp if schedule in ("s1", "s1h") else 1)
     worst = 0.0
     for rank in pools.run(layout, run_layer, case, schedule, faults, chunks):
-        pairs = [
-            (rank["output"], expected.outputs[rank["dp"]]),
-            (rank["input_gradient"], expected.input_gradients[rank["dp"]]),
-        ]
+        wanted_both = expected.outputs[rank["dp"]], expected.input_gradients[rank["dp"]]
+        if case.sequence_parallel:
+            wanted_both = tuple(wanted.chunk(layout.tp)[rank["tp"]] for wanted in wanted_both)  # type: ignore[assignment]
+        pairs = list(zip((rank["output"], rank["input_gradient"]), wanted_both, strict=True))
         for name, gradient in rank["gradients"].items():
             assert rank["shapes"][name] == expected.gradients[name].shape
             pairs.append((gradient, expected.gradients[name][rank["boxes"][name]]))

@@ -22,6 +22,8 @@ CASES = {
     "drops by position": Case(factor=0.6, policy="position", pre_softmax=True, gated=True),
     "odd slots": Case(factor=0.9, batch=4, bias=False),  # 15 slots under s2 do not divide by tp
     "one expert takes all": Case(factor=None, skew=60.0, topk=1, pre_softmax=True),
+    "sequence parallel": Case(sequence_parallel=True),
+    "sequence parallel, drops": Case(factor=0.7, sequence_parallel=True),
 }
 
 
