@@ -37,7 +37,7 @@ from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.optim.build import build_optimizer
 from megatron_parm.parallel import launch, transport
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.grid import AXES, RankGrid
+from megatron_parm.parallel.grid import RankGrid
 from megatron_parm.parallel.launch import GroupCache, LaunchEnvironment
 from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.training.assemble import make_model, make_schedule
@@ -217,10 +217,8 @@ def join(
     if layout.world == 1:
         return ParallelContext.single(device) if environment.rank == 0 else None
     grid = RankGrid(layout.world, tp=layout.tp, ep=layout.ep, esp=layout.esp)
-    for name in AXES:
-        for ranks in grid.groups(name):
-            if len(ranks) > 1:
-                groups.get(ranks)
+    for ranks in grid.rank_sets():
+        groups.get(ranks)
     return launch.build_context(grid, environment.rank, device, groups) if environment.rank < layout.world else None
 
 

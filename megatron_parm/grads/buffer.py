@@ -1,6 +1,7 @@
 """Contiguous buffers in which gradients accumulate over the micro-batches of a step. Floor 4.
 
-One buffer per role and gradient dtype, because a collective sums one flat tensor over one axis. Slots lie in the
+One buffer per role and gradient dtype, because a collective sums one flat tensor over one axis; tied embeddings have
+their own, so that the first and the last stage add its parts in one order and get the same bits. Slots lie in the
 reverse order of the parameters: backward fills a buffer from its front, so that a reduction may start before backward
 has ended.
 """
@@ -32,13 +33,15 @@ class Slot:
 class GradientBuffer:
     """The gradients of all parameters of one role and dtype in one flat tensor; zeros between the slots.
 
-    `axis` joins the ranks that hold replicas of these parameters: dp for dense ones, edp for experts.
+    `axis` joins the ranks that hold replicas of these parameters: dp for dense ones, edp for experts. `is_tied`: the
+    first and the last stage of the pipeline hold these parameters both (`ShardSpec.is_tied`).
     """
 
     role: Role
     axis: Axis
     data: Tensor
     slots: tuple[Slot, ...]
+    is_tied: bool = False
 
     def gradient(self, slot: Slot) -> Tensor:
         """The gradient in `slot`, in the shape of its parameter; it shares the buffer's memory."""
@@ -93,20 +96,21 @@ class GradientBuffers:
 
 
 def _make_buffers(parameters: dict[str, nn.Parameter], ctx: ParallelContext) -> tuple[GradientBuffer, ...]:
-    members: dict[tuple[Role, torch.dtype], list[str]] = {}
+    members: dict[tuple[Role, bool, torch.dtype], list[str]] = {}
     for name, parameter in reversed(parameters.items()):
-        members.setdefault((spec_of(parameter).role, gradient_dtype(parameter.dtype)), []).append(name)
+        spec = spec_of(parameter)
+        members.setdefault((spec.role, spec.is_tied, gradient_dtype(parameter.dtype)), []).append(name)
     buffers = []
     # sorted: every rank of an axis reduces its buffers in the same order, whatever order the names came in
-    for role, dtype in sorted(members, key=str):
+    for role, is_tied, dtype in sorted(members, key=str):
         slots, end = [], 0
-        for name in members[role, dtype]:
+        for name in members[role, is_tied, dtype]:
             start = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
             end = start + parameters[name].numel()
             slots.append(Slot(name, parameters[name], start, end))
         axis = ctx.dp if role == "dense" else ctx.edp
         data = torch.zeros(end, dtype=dtype, device=slots[0].parameter.device)
-        buffers.append(GradientBuffer(role, axis, data, tuple(slots)))
+        buffers.append(GradientBuffer(role, axis, data, tuple(slots), is_tied))
     return tuple(buffers)
 
 

@@ -1,4 +1,4 @@
-"""What a reduction over the replicas of data leaves to do. Floor 4.
+"""What the reduction over the replicas of data does not do. Floor 4.
 
 The rules here are few and named. The router's sum over tp is none of them: it belongs to the schedule.
 """
@@ -8,7 +8,20 @@ import torch
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import spec_of
-from megatron_parm.parallel.transport import broadcast_
+from megatron_parm.parallel.transport import broadcast_, sum_over_
+
+
+@torch.no_grad()
+def sum_over_ends(buffers: GradientBuffers, ctx: ParallelContext) -> None:
+    """Sum the gradients of tied embeddings over the first and the last stage, which hold a part each.
+
+    Before the reduction over dp: both stages then reduce the same numbers in the same order, so the two copies of the
+    weight stay bitwise equal. A reduction that starts within backward must leave the tied buffer for after this.
+    Call on all ranks; between the two stages nothing happens. Source: Megatron-LM's embedding group.
+    """
+    for buffer in buffers.buffers:
+        if buffer.is_tied:
+            sum_over_(buffer.data, ctx.ends)
 
 
 @torch.no_grad()

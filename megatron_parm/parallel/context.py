@@ -37,7 +37,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Every axis of this rank, and its node's name. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP."""
+    """Every axis of this rank, and its node's name. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP.
+
+    `ends` joins the first and the last stage of a pipeline; on a stage between them it is this rank alone.
+    """
 
     grid: RankGrid
     rank: int
@@ -52,6 +55,7 @@ class ParallelContext:
     esp: Axis
     ep_esp: Axis
     node: str = ""
+    ends: Axis = Axis("ends", 1, 0, (0,), None)
 
     @staticmethod
     def single(device: torch.device | None = None) -> "ParallelContext":

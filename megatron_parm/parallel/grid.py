@@ -88,6 +88,21 @@ class RankGrid:
             found.setdefault(outside, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    def ends_of(self, rank: int) -> tuple[int, ...]:
+        """First and last stage of the pipeline of `rank`, if it is on one of them; else `rank` alone.
+
+        The two share what both of them hold: tied embeddings.
+        """
+        pipeline = self.group_of("pp", rank)
+        ends = pipeline[0], pipeline[-1]
+        return ends if self.pp > 1 and rank in ends else (rank,)
+
+    def rank_sets(self) -> list[tuple[int, ...]]:
+        """Every set of two or more ranks that needs a process group, in one order for all ranks."""
+        sets = [ranks for axis in AXES for ranks in self.groups(axis)]
+        sets += [(pipeline[0], pipeline[-1]) for pipeline in self.groups("pp") if self.pp > 1]
+        return list(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))
+
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group of `axis` that holds global `rank`."""
         return next(ranks for ranks in self.groups(axis) if rank in ranks)

@@ -214,12 +214,13 @@ def build_context(
 
     node: a name that the ranks of one node share and no others.
     """
-    axes = {}
-    for name in AXES:
-        for ranks in grid.groups(name):
-            group = groups.get(ranks) if len(ranks) > 1 else None
-            if rank in ranks:
-                axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
+    for ranks in grid.rank_sets():
+        groups.get(ranks)
+    places = {name: grid.group_of(name, rank) for name in AXES} | {"ends": grid.ends_of(rank)}
+    axes = {
+        name: Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks) if len(ranks) > 1 else None)
+        for name, ranks in places.items()
+    }
     return ParallelContext(grid, rank, device, **axes, node=node)
 
 

@@ -5,7 +5,7 @@ replicated over dp, and over tp where no dim is cut by it; an expert parameter i
 esp where no dim is cut by them. Each rank holds a contiguous box of the global tensor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,12 +29,15 @@ class ShardSpec:
     """The global shape of a parameter, its cuts, its role, and whether weight decay applies.
 
     `role` says who holds replicas: "dense" over dp, "expert" over edp. `decays` is False for biases and norm weights.
+    `is_tied`: the first and the last stage of a pipeline hold it both, each with a part of its gradient, to be summed
+    over `ends` (grads/finish.py).
     """
 
     global_shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     role: Role
     decays: bool
+    is_tied: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -59,6 +62,8 @@ class ShardSpec:
 
     def is_counted_here(self, ctx: ParallelContext) -> bool:
         """Whether this rank counts the parameter in sums over the world: of all replicas of a box exactly one does."""
+        if self.is_tied and ctx.ends.rank > 0:
+            return False
         if self.role == "dense":
             return ctx.dp.rank == 0 and (ctx.tp.rank == 0 or self.is_cut_by("tp"))
         counted = ctx.edp.rank == 0
@@ -88,6 +93,11 @@ def make_parameter(
     parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device))
     parameter.shard_spec = spec  # type: ignore[attr-defined]  # torch allows attributes on a Parameter
     return parameter
+
+
+def tie(parameter: nn.Parameter) -> None:
+    """Note that `parameter` lies on the first and the last stage of a pipeline of several."""
+    parameter.shard_spec = replace(spec_of(parameter), is_tied=True)  # type: ignore[attr-defined]
 
 
 def spec_of(parameter: Tensor) -> ShardSpec:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.grads.finish import copy_over_tp
+from megatron_parm.grads.finish import copy_over_tp, sum_over_ends
 from megatron_parm.grads.reduce import reduce_gradients
 from megatron_parm.optim.clip import clip_gradients
 from megatron_parm.optim.precision import Optimizer
@@ -57,6 +57,7 @@ class TrainStep:
         micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
         divisors = self._divisors(micro_batches)
         total = self._forward_backward.run(micro_batches, divisors)
+        sum_over_ends(self._buffers, self._ctx)
         reduce_gradients(self._buffers, self._ctx)
         copy_over_tp(self._buffers, self._ctx)
         lm_loss = transport.sum_over(total, self._ctx.dp).item() / self._ctx.dp.size

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron_parm.grads.buffer import ALIGNMENT_ELEMENTS, GradientBuffers
 from megatron_parm.grads.reduce import reduce_gradients
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.sharding import make_parameter
+from megatron_parm.parallel.sharding import make_parameter, tie
 
 CTX = ParallelContext.single()
 
@@ -51,6 +51,18 @@ def test_backward_accumulates_into_the_buffer(dtype: torch.dtype) -> None:
             torch.testing.assert_close(buffers.gradient_of(name), reference)
             assert any(_shares_memory(buffers.gradient_of(name), buffer.data) for buffer in buffers.buffers)
     buffers.expect_attached()
+
+
+def test_a_tied_parameter_has_a_buffer_of_its_own() -> None:
+    """So that the first and the last stage, whose other parameters differ, reduce it as one and the same tensor."""
+    parameters = _parameters(torch.float32)
+    tie(parameters["weight"])
+    buffers = GradientBuffers(parameters, CTX).buffers
+    assert [(b.role, b.is_tied, [slot.name for slot in b.slots]) for b in buffers] == [
+        ("dense", False, ["bias"]),
+        ("dense", True, ["weight"]),
+        ("expert", False, ["idle", "experts"]),
+    ]
 
 
 def _shares_memory(view: Tensor, whole: Tensor) -> bool:

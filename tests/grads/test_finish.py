@@ -1,13 +1,16 @@
-"""Copies on tp peers get one gradient. Reference: the gradients of the first tp rank, and what each rank had."""
+"""Copies on tp peers get one gradient, tied embeddings the sum of both stages.
+
+References: the gradients of the first tp rank, what each rank had, and sums made by hand.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.grads.finish import copy_over_tp
+from megatron_parm.grads.finish import copy_over_tp, sum_over_ends
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.sharding import Cut, make_parameter
+from megatron_parm.parallel.sharding import Cut, make_parameter, tie
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 
@@ -49,3 +52,34 @@ def test_where_peers_cannot_differ_nothing_is_sent(pools: Pools, layout: Layout)
     """Without tp there are no copies; without ep and esp each rank runs the experts on the same rows."""
     for before, after in pools.run(layout, _copied):
         assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def _tied(ctx: ParallelContext) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradients before and after; the ends of the pipeline hold "word", each rank draws its own values."""
+    place = {"dtype": torch.float64, "device": ctx.device}
+    parameters = {"weight": make_parameter((3, 2), **place)}
+    if ctx.pp.rank in (0, ctx.pp.size - 1):
+        parameters["word"] = make_parameter((8, 3), Cut(0, ctx.tp), **place)
+        if ctx.pp.size > 1:
+            tie(parameters["word"])
+    buffers = GradientBuffers(parameters, ctx)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    for name, parameter in parameters.items():
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        buffers.gradient_of(name).copy_(gradient)
+    before = {name: buffers.gradient_of(name).clone() for name in parameters}
+    sum_over_ends(buffers, ctx)
+    buffers.expect_attached()
+    return {name: (before[name], buffers.gradient_of(name).clone()) for name in parameters}
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, pp=2), Layout(4, pp=4), Layout(8, tp=2, pp=4)], ids=str)
+def test_tied_gradients_are_summed_over_first_and_last_stage_alone(pools: Pools, layout: Layout) -> None:
+    answers = pools.run(layout, _tied)
+    for rank, answer in enumerate(answers):
+        before, after = answer["weight"]
+        assert torch.equal(before, after)
+        if "word" in answer:
+            parts = [answers[end]["word"][0] for end in layout.grid.ends_of(rank)]
+            assert torch.equal(answer["word"][1], torch.stack(parts).sum(0))
+    assert sum("word" in answer for answer in answers) == 2 * layout.tp if layout.pp > 1 else 1

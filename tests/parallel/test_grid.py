@@ -100,6 +100,19 @@ def test_joint_axes_hold_their_parts(grid: RankGrid) -> None:
             assert stage.issuperset(grid.group_of(axis, rank)), "no group of a layer crosses a stage"
 
 
+def test_first_and_last_stage_share_a_group_and_no_other_stage_does() -> None:
+    grid = RankGrid(8, tp=2, pp=4)
+    assert [grid.ends_of(rank) for rank in range(8)] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
+    assert RankGrid(4, tp=2).ends_of(1) == (1,)
+
+
+@given(grids())
+def test_the_sets_that_need_a_group_are_those_of_every_axis_and_of_the_ends(grid: RankGrid) -> None:
+    found = grid.rank_sets()
+    wanted = {ranks for axis in AXES for ranks in grid.groups(axis)} | {grid.ends_of(r) for r in range(grid.world)}
+    assert len(found) == len(set(found)) and set(found) == {ranks for ranks in wanted if len(ranks) > 1}
+
+
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [

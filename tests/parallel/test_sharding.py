@@ -1,5 +1,6 @@
 """Boxes of parameters. Reference: painting the global tensor box by box, for random layouts, without processes."""
 
+import dataclasses
 from itertools import product
 from math import lcm
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.grid import AXES, RankGrid
-from megatron_parm.parallel.sharding import Cut, Role, ShardSpec, make_parameter, spec_of
+from megatron_parm.parallel.sharding import Cut, Role, ShardSpec, make_parameter, spec_of, tie
 
 CPU = torch.device("cpu")
 
@@ -95,6 +96,18 @@ def test_a_dim_that_does_not_divide_is_refused() -> None:
 def test_a_parameter_made_elsewhere_is_noticed() -> None:
     with pytest.raises(AssertionError, match="make_parameter"):
         spec_of(torch.nn.Parameter(torch.zeros(1)))
+
+
+def test_a_tied_parameter_is_counted_on_the_first_stage_alone() -> None:
+    grid = RankGrid(4, pp=4)
+    counted = []
+    for rank in (0, 3):
+        ctx = dataclasses.replace(context_of(grid, rank), ends=Axis("ends", 2, int(rank == 3), (0, 3), None))
+        parameter = make_parameter((8, 6), dtype=torch.float32, device=CPU)
+        assert spec_of(parameter).is_counted_here(ctx)
+        tie(parameter)
+        counted.append(spec_of(parameter).is_counted_here(ctx))
+    assert counted == [True, False]
 
 
 def test_dense_parameters_are_counted_whatever_the_expert_axes() -> None:
