@@ -33,6 +33,7 @@ from megatron_parm.pipeline.micro_batches import BatchPlan
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_parm.training.cost_model import cost_model_for
+from megatron_parm.training.objective import NEXT_TOKEN, Objective
 from megatron_parm.training.progress_state import RunProgress
 
 
@@ -46,6 +47,7 @@ class Assembly:
     tokenizer: Tokenizer
     plan: BatchPlan
     schedule: RateSchedule
+    objective: Objective
     datasets: GPTDatasets
     built: BuiltModel
     buffers: GradientBuffers
@@ -165,6 +167,7 @@ def assemble(
         tokenizer=tokenizer,
         plan=plan,
         schedule=schedule,
+        objective=NEXT_TOKEN,
         datasets=datasets,
         built=built,
         buffers=buffers,

@@ -8,16 +8,18 @@ from torch import Tensor, nn
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.moe.losses import BackwardScale
+from megatron_parm.training.objective import NEXT_TOKEN, Objective
 
 
 class ForwardBackward(Protocol):
     """Runs every micro-batch of a step forward and backward; gradients accumulate in the buffers of the model."""
 
     def run(self, micro_batches: Sequence[Batch], divisors: Sequence[Tensor], *, loss_scale: float = 1.0) -> Tensor:
-        """The sum of loss_sum / divisor over the micro-batches, a float64 scalar, the same on all stages, unscaled.
+        """The sums of loss_sum / divisor over the micro-batches, float64 [k], the same on all stages, unscaled.
 
-        Every gradient is that of this sum (and of the balance losses, averaged over the micro-batches) times
-        `loss_scale`. Call on all ranks of the stage and of pp; gradients are not reduced yet.
+        `divisors` float64 [k] each, for the k losses of the objective. Every gradient is that of the sum of all k (and
+        of the balance losses, averaged over the micro-batches) times `loss_scale`. Call on all ranks of the stage and
+        of pp; gradients are not reduced yet.
         """
 
 
@@ -27,29 +29,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved  # type: ignore[return-value]  # the keys are those of the batch
 
 
-def token_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of the losses of the counted tokens, their number) of a micro-batch, both scalars."""
-    losses: Tensor = model(
-        batch["tokens"], batch["position_ids"], batch["labels"], batch.get("attention_mask")
-    )  # [b, s]
-    mask = batch["loss_mask"].to(losses.dtype)
-    return (losses * mask).sum(), mask.sum()
-
-
 class SingleStage:
     """The whole model on this rank (and its tp, ep and esp peers): one micro-batch after the other."""
 
-    def __init__(self, model: nn.Module, balance_scale: BackwardScale) -> None:
+    def __init__(self, model: nn.Module, balance_scale: BackwardScale, objective: Objective = NEXT_TOKEN) -> None:
         self._model = model
         self._balance_scale = balance_scale
+        self._objective = objective
 
     def run(self, micro_batches: Sequence[Batch], divisors: Sequence[Tensor], *, loss_scale: float = 1.0) -> Tensor:
         """As `ForwardBackward.run` says."""
         self._balance_scale.value = loss_scale / len(micro_batches)
-        total = torch.zeros((), dtype=torch.float64, device=divisors[0].device)
+        total = torch.zeros_like(divisors[0])
         for batch, divisor in zip(micro_batches, divisors, strict=True):
-            loss_sum, _ = token_losses(self._model, batch)
-            loss = loss_sum / divisor
+            losses = self._objective.sums(self._model, batch) / divisor  # [k]
+            loss = losses.sum()
             (loss * loss_scale if loss_scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            total += losses.detach()
         return total

@@ -1,5 +1,6 @@
 """One training step: micro-batches forward and backward, reduction, clipping, update. Floor 7."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,15 +16,22 @@ from megatron_parm.optim.precision import Optimizer
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.forward_backward import ForwardBackward, to_device
+from megatron_parm.training.objective import NEXT_TOKEN, Objective
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """lm_loss: over the global batch, the same on all ranks; grad_norm: before clipping; is_skipped: no update made."""
+    """losses: those of the objective over the global batch, the same on all ranks; grad_norm: before clipping;
+    is_skipped: no update made."""
 
-    lm_loss: float
+    losses: tuple[float, ...]
     grad_norm: float
     is_skipped: bool
+
+    @property
+    def lm_loss(self) -> float:
+        """The first loss, by which a run is judged."""
+        return self.losses[0]
 
 
 class TrainStep:
@@ -43,6 +51,7 @@ class TrainStep:
         *,
         max_norm: float,
         per_token_loss: bool,
+        objective: Objective = NEXT_TOKEN,
     ) -> None:
         self._forward_backward = forward_backward
         self._buffers = buffers
@@ -50,6 +59,7 @@ class TrainStep:
         self._ctx = ctx
         self._max_norm = max_norm
         self._per_token_loss = per_token_loss
+        self._objective = objective
 
     def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
         """One step over `num_micro_batches` of `batches`. Call on all ranks; nothing changes if it is skipped."""
@@ -60,17 +70,17 @@ class TrainStep:
         sum_over_ends(self._buffers, self._ctx)
         reduce_gradients(self._buffers, self._ctx)
         copy_over_tp(self._buffers, self._ctx)
-        lm_loss = transport.sum_over(total, self._ctx.dp).item() / self._ctx.dp.size
+        losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
         norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
-        is_finite = norm - norm == 0.0 and lm_loss - lm_loss == 0.0
+        is_finite = all(map(math.isfinite, (norm, *losses)))
         if is_finite:
             self._optimizer.step(lr, weight_decay)
-        return StepResult(lm_loss, norm, not is_finite)
+        return StepResult(losses, norm, not is_finite)
 
     def _divisors(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
-        """What each micro-batch's loss sum is divided by, so that the quotients' mean over dp is the step's loss."""
-        counts = [batch["loss_mask"].double().sum() for batch in micro_batches]
+        """What each micro-batch's loss sums are divided by, so that the quotients' mean over dp is the step's loss."""
+        counts = [self._objective.counts(batch) for batch in micro_batches]  # [k] each
         if self._per_token_loss:
-            tokens = transport.sum_over(torch.stack(counts).sum(), self._ctx.dp)
+            tokens = transport.sum_over(torch.stack(counts).sum(0), self._ctx.dp)  # [k]
             return [tokens.clamp(min=1) / self._ctx.dp.size] * len(counts)
         return [count.clamp(min=1) * len(counts) for count in counts]

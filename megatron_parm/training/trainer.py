@@ -52,12 +52,13 @@ class Trainer:
             run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
         )
         self._step = TrainStep(
-            SingleStage(run.built.model, run.built.balance_scale),
+            SingleStage(run.built.model, run.built.balance_scale, run.objective),
             run.buffers,
             run.optimizer,
             run.ctx,
             max_norm=run.config.optim.clip_grad,
             per_token_loss=training.calculate_per_token_loss,
+            objective=run.objective,
         )
 
     def resume(self, saved: SavedRun) -> None:
@@ -137,7 +138,7 @@ class Trainer:
 
     def _record_step(self, result: StepResult, batch_size: int) -> None:
         run, config = self.run, self.run.config
-        losses = {"lm loss": result.lm_loss}
+        losses = run.objective.named(result.losses)
         figures = None
         if config.moe is not None:
             summary = run.built.record.summarise(run.ctx, config.moe.moe_router_topk)
@@ -182,9 +183,9 @@ class Trainer:
             progress.consumed_valid_samples, self._valid_batches = 0, None
         if self._valid_batches is None:
             self._valid_batches = run.batches(run.datasets.valid, progress.consumed_valid_samples)
-        loss = evaluate(run.built.model, self._valid_batches, self._evaluation_batches, run.ctx)
+        losses = evaluate(run.built.model, self._valid_batches, self._evaluation_batches, run.ctx, run.objective)
         progress.consumed_valid_samples += num_samples
-        self._record_evaluation({"lm loss": loss}, "valid", place)
+        self._record_evaluation(run.objective.named(losses), "valid", place)
 
     @property
     def _evaluation_batches(self) -> int:
@@ -196,8 +197,11 @@ class Trainer:
         self._valid_batches = None
         self._evaluate_valid(f"iteration {self.progress.iteration} on validation set")
         if run.datasets.test is not None and run.config.training.eval_iters > 0:
-            loss = evaluate(run.built.model, run.batches(run.datasets.test, 0), self._evaluation_batches, run.ctx)
-            self._record_evaluation({"lm loss": loss}, "test", f"iteration {self.progress.iteration} on test set")
+            batches = run.batches(run.datasets.test, 0)
+            losses = evaluate(run.built.model, batches, self._evaluation_batches, run.ctx, run.objective)
+            self._record_evaluation(
+                run.objective.named(losses), "test", f"iteration {self.progress.iteration} on test set"
+            )
 
     def _record_evaluation(self, losses: dict[str, float], split: str, place: str) -> None:
         progress = self.progress

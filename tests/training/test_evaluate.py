@@ -41,7 +41,7 @@ LIGHT = _batch([2.0] + [50.0] * 9, [1] + [0] * 9)
 FULL = _batch([10.0] * 9 + [50.0], [1] * 9 + [0])
 
 
-def _evaluate(ctx: ParallelContext) -> tuple[float, list[bool], bool]:
+def _evaluate(ctx: ParallelContext) -> tuple[tuple[float, ...], list[bool], bool]:
     model = Echo()
     batches = iter([LIGHT, FULL]) if ctx.dp.size == 1 else iter([(LIGHT, FULL)[ctx.rank]])
     return evaluate(model, batches, 2 // ctx.dp.size, ctx), model.modes, model.training
@@ -50,13 +50,13 @@ def _evaluate(ctx: ParallelContext) -> tuple[float, list[bool], bool]:
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2)], ids=str)
 def test_each_counted_token_weighs_alike(pools: Pools, layout: Layout) -> None:
     """FC-38: 92 / 10 = 9.2 whether the batches are on one rank or two; a mean of means would give 6."""
-    for loss, modes, is_training in pools.run(layout, _evaluate):
-        assert loss == pytest.approx(9.2, rel=1e-6)
+    for losses, modes, is_training in pools.run(layout, _evaluate):
+        assert losses == pytest.approx((9.2,), rel=1e-6)
         assert not any(modes) and is_training
 
 
 def test_nothing_counted_is_a_loss_of_0() -> None:
-    assert evaluate(Echo(), iter([_batch([3.0], [0])]), 1, ParallelContext.single()) == 0.0
+    assert evaluate(Echo(), iter([_batch([3.0], [0])]), 1, ParallelContext.single()) == (0.0,)
 
 
 def test_it_reads_no_more_than_it_was_asked_to() -> None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.models.gpt import GPTModel
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.optim.build import build_optimizer
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import make_parameter
-from megatron_parm.training import forward_backward
-from megatron_parm.training.forward_backward import SingleStage, token_losses
+from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.step import StepResult, TrainStep
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
@@ -83,7 +83,7 @@ def test_a_batch_without_any_counted_token_changes_nothing() -> None:
         model = Weighted()
         stepping = _make(ParallelContext.single(), model, BackwardScale(), per_token_loss=per_token_loss)
         result = stepping.run(iter([RANK_1[1]]), 1, 1.0, 0.0)
-        assert result == StepResult(0.0, 0.0, False) and model.weight.item() == 1.0
+        assert result == StepResult((0.0,), 0.0, False) and model.weight.item() == 1.0
 
 
 def test_gradients_start_anew_in_every_step_and_are_clipped_in_the_update_only() -> None:
@@ -154,11 +154,13 @@ def _nan_on(where: int, rank: int) -> Any:
     """In the step `BAD_STEP` the loss of the last micro-batch is NaN on rank `where`."""
     calls = iter(range(1, 1000))
 
-    def spoiled(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss, count = token_losses(model, batch)
-        return (loss * math.nan if rank == where and next(calls) == BAD_STEP * MICRO_BATCHES else loss), count
+    forward = GPTModel.forward
 
-    return patch.object(forward_backward, "token_losses", spoiled)
+    def spoiled(model: GPTModel, *inputs: Any) -> Tensor:
+        losses = forward(model, *inputs)
+        return losses * math.nan if rank == where and next(calls) == BAD_STEP * MICRO_BATCHES else losses
+
+    return patch.object(GPTModel, "forward", spoiled)
 
 
 @pytest.mark.parametrize("where", [0, 1, 3])
