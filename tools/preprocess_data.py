@@ -3,7 +3,8 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8 \\
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-Writes <prefix>_<key>_document.bin and .idx for every key; train with --data-path <prefix>_<key>_document.
+Writes <prefix>_<key>_document.bin and .idx for every key; train with --data-path <prefix>_<key>_document. With
+--split-sentences it is <prefix>_<key>_sentence, one sequence for each sentence, for pretrain_bert.py.
 """
 
 import argparse
@@ -20,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: 
 
 from tqdm import tqdm
 
+from megatron_parm.data.abbreviations import LANGUAGES
 from megatron_parm.data.encode_text import EncodedChunk, EncodeRules, encode_chunks
 from megatron_parm.data.index_format import token_dtype
 from megatron_parm.data.indexed_writer import IndexedWriter
+from megatron_parm.data.sentences import SentenceSplitter
 from megatron_parm.data.text_chunks import BrokenLine, TextChunk, find_chunks
 from megatron_parm.errors import ConfigError, DataError, MegatronParmError
 from megatron_parm.tokenizers.base import Tokenizer
@@ -33,6 +36,8 @@ SHOWN_BROKEN_LINES = 20
 NO_EFFECT = {
     "partitions": (1, "the input is never cut into partitions; documents keep their order"),
     "keep_sequential_samples": (False, "documents always keep their order"),
+}
+WITH_SENTENCES = {
     "keep_newlines": (False, "it belongs to --split-sentences; without that, newlines are always kept"),
     "lang": ("english", "it belongs to --split-sentences"),
 }
@@ -76,10 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="at a broken line: stop at once; skip it and count it; or read on, report all of them and write nothing",
     )
     text.add_argument(
-        "--split-sentences", action="store_true", help="refused for now: one sequence per sentence (BERT)"
+        "--split-sentences", action="store_true", help="one sequence for each sentence, as BERT needs; see --lang"
     )
-    text.add_argument("--keep-newlines", action="store_true", help="no effect without --split-sentences")
-    text.add_argument("--lang", default="english", help="no effect without --split-sentences")
+    text.add_argument(
+        "--keep-newlines", action="store_true", help="with --split-sentences: blanks and newlines stay in the sentences"
+    )
+    text.add_argument("--lang", default="english", help=f"its abbreviations: {', '.join(LANGUAGES)} (default: english)")
     tokens = parser.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -107,8 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is read; say once what has no effect."""
-    if args.split_sentences:
-        raise ConfigError("--split-sentences is for BERT, which this version does not preprocess; leave the flag out")
     if args.dataset_impl not in ("mmap", "infer"):
         raise ConfigError(
             f"--dataset-impl {args.dataset_impl} is not supported; the files are always mmap: leave it out"
@@ -121,7 +126,7 @@ def check_flags(args: argparse.Namespace) -> None:
     for key in args.json_keys:
         if "/" in key or "\0" in key:
             raise ConfigError(f"--json-keys {key!r} becomes part of a file name; rename the field without '/'")
-    for name, (default, reason) in NO_EFFECT.items():
+    for name, (default, reason) in (NO_EFFECT if args.split_sentences else NO_EFFECT | WITH_SENTENCES).items():
         if getattr(args, name) != default:
             print(f"note: --{name.replace('_', '-')} has no effect: {reason}", file=sys.stderr)
 
@@ -162,7 +167,7 @@ def write(encoded: Iterable[EncodedChunk], writers: Sequence[IndexedWriter], on_
         if chunk.broken and on_error == "stop":
             raise DataError(f"{chunk.broken[0]}; correct it, or leave such lines out with --on-error skip")
         for writer, column in zip(writers, chunk.columns, strict=True):
-            writer.add_documents(column.ids, column.lengths)
+            writer.add_documents(column.ids, column.lengths, column.counts)
     if totals.broken and on_error == "report":
         shown = "\n".join(f"  {place}" for place in totals.broken[:SHOWN_BROKEN_LINES])
         more = len(totals.broken) - SHOWN_BROKEN_LINES
@@ -226,13 +231,15 @@ def run(args: argparse.Namespace) -> None:
         vocab_size=args.vocab_size,
     )
     dtype = token_dtype(tokenizer.vocab_size)
-    rules = EncodeRules(tuple(args.json_keys), dtype, tokenizer.eod if args.append_eod else None)
+    splitter = SentenceSplitter(args.lang, args.keep_newlines) if args.split_sentences else None
+    rules = EncodeRules(tuple(args.json_keys), dtype, tokenizer.eod if args.append_eod else None, splitter)
     files = input_files(args.input)
     found: list[Iterator[TextChunk]] = [find_chunks(path, is_json(path, args), CHUNK_BYTES) for path in files]
     total_bytes = sum(path.stat().st_size for path in files)
     start = time.monotonic()
     with ExitStack() as stack:
-        prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
+        level = "sentence" if args.split_sentences else "document"
+        prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.json_keys]
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         encoded = encode_chunks(chain.from_iterable(found), tokenizer, rules, args.workers)
         totals = write(watched(encoded, total_bytes, args.log_interval), writers, args.on_error)

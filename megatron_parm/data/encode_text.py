@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_parm.data.sentences import SentenceSplitter
 from megatron_parm.data.text_chunks import BrokenLine, BrokenTextError, TextChunk, read_documents, texts_of
 from megatron_parm.errors import DataError
 from megatron_parm.tokenizers.base import Tokenizer
@@ -25,19 +26,27 @@ _CHUNKS_PER_WORKER = 3
 
 @dataclass(frozen=True)
 class EncodeRules:
-    """Which fields become token ids, and whether `eod` ends each document (None: nothing does)."""
+    """Which fields become token ids, and whether `eod` ends each document (None: nothing does).
+
+    `splitter` makes one sequence of each sentence; without it a document is one sequence.
+    """
 
     keys: tuple[str, ...]
     dtype: "np.dtype[np.integer]"
     eod: int | None
+    splitter: SentenceSplitter | None = None
 
 
 @dataclass(frozen=True)
 class EncodedColumn:
-    """The documents of one key: ids back to back, the length of each, and how many were left out as empty."""
+    """The documents of one key: ids back to back, length of each sequence, sequences of each document.
+
+    `num_empty` documents were left out.
+    """
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int32]
+    counts: NDArray[np.int32]
     num_empty: int
 
 
@@ -63,9 +72,9 @@ def encode_chunk(chunk: TextChunk, tokenizer: Tokenizer, rules: EncodeRules) -> 
         except BrokenTextError as error:
             broken.append(BrokenLine(chunk.path, line, error.reason))
     try:
-        encoded = [tokenizer.encode_batch(column) for column in zip(*texts, strict=True)]
+        encoded = [_encode_column(column, tokenizer, rules.splitter) for column in zip(*texts, strict=True)]
     except DataError:  # a tokenizer that refuses some text: find out which
-        encoded = _encode_one_by_one(chunk, tokenizer, lines, texts, broken)
+        encoded = _encode_one_by_one(chunk, tokenizer, rules, lines, texts, broken)
     broken.sort(key=lambda place: place.line)
     columns = tuple(_column(ids, rules) for ids in encoded or [[] for _ in rules.keys])
     return EncodedChunk(chunk, columns, len(encoded[0]) if encoded else 0, tuple(broken))
@@ -91,32 +100,46 @@ def encode_chunks(
             yield _receive(waiting.popleft())
 
 
+def _encode_column(
+    texts: Sequence[str], tokenizer: Tokenizer, splitter: SentenceSplitter | None
+) -> list[list[list[int]]]:
+    """For each text the ids of its sequences; those without any id are left out."""
+    if splitter is None:
+        return [[ids] if ids and text else [] for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True)]
+    sentences = [splitter.split(text) for text in texts]
+    encoded = iter(tokenizer.encode_batch([sentence for document in sentences for sentence in document]))
+    return [[ids for ids in islice(encoded, len(document)) if ids] for document in sentences]
+
+
 def _encode_one_by_one(
     chunk: TextChunk,
     tokenizer: Tokenizer,
+    rules: EncodeRules,
     lines: Sequence[int],
     texts: Sequence[Sequence[str]],
     broken: list[BrokenLine],
-) -> list[list[list[int]]]:
-    """As `encode_batch` for each key, without the documents that the tokenizer refuses; those go to `broken`."""
+) -> list[list[list[list[int]]]]:
+    """As `_encode_column` for each key, without the documents that the tokenizer refuses; those go to `broken`."""
     rows = []
     for line, row in zip(lines, texts, strict=True):
         try:
-            rows.append([tokenizer.encode(text) for text in row])
+            rows.append([_encode_column([text], tokenizer, rules.splitter)[0] for text in row])
         except DataError as error:
             broken.append(BrokenLine(chunk.path, line, str(error)))
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _column(encoded: Sequence[list[int]], rules: EncodeRules) -> EncodedColumn:
-    """Join the ids of the documents that have any, each with its end."""
-    documents = [ids for ids in encoded if ids]
+def _column(encoded: Sequence[list[list[int]]], rules: EncodeRules) -> EncodedColumn:
+    """Join the ids of the documents that have any, each with its end in its last sequence."""
+    documents = [sequences for sequences in encoded if sequences]
     if rules.eod is not None:
-        for ids in documents:
-            ids.append(rules.eod)
-    lengths = np.array([len(ids) for ids in documents], dtype=np.int32)
-    joined = np.fromiter(chain.from_iterable(documents), dtype=rules.dtype, count=int(lengths.sum(dtype=np.int64)))
-    return EncodedColumn(joined, lengths, len(encoded) - len(documents))
+        for sequences in documents:
+            sequences[-1].append(rules.eod)
+    counts = np.array([len(sequences) for sequences in documents], dtype=np.int32)
+    flat = list(chain.from_iterable(documents))
+    lengths = np.array([len(ids) for ids in flat], dtype=np.int32)
+    joined = np.fromiter(chain.from_iterable(flat), dtype=rules.dtype, count=int(lengths.sum(dtype=np.int64)))
+    return EncodedColumn(joined, lengths, counts, len(encoded) - len(documents))
 
 
 @contextmanager

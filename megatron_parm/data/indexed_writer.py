@@ -64,11 +64,14 @@ class IndexedWriter:
         self._add_sequences(ids, sizes)
         self._document_index.append(self._num_sequences)
 
-    def add_documents(self, ids: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
-        """Add many documents of one sequence each: `ids` back to back, and the length of each document."""
+    def add_documents(
+        self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer] | None = None
+    ) -> None:
+        """Add many documents: `ids` back to back, the length of each sequence, the sequences of each document (1)."""
         first = self._num_sequences
         self._add_sequences(ids, lengths)
-        self._document_index.frombytes(np.arange(first + 1, self._num_sequences + 1, dtype=np.int64).tobytes())
+        counts = np.ones(len(lengths), dtype=np.int64) if counts is None else counts
+        self._document_index.frombytes((first + np.cumsum(counts, dtype=np.int64)).tobytes())
 
     def finish(self) -> None:
         """Write the index and give both files their names."""

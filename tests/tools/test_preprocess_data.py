@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from tokenizers import pre_tokenizers
 
 from megatron_parm.data.indexed_dataset import IndexedDataset
 from megatron_parm.tokenizers.gpt2_bpe import GPT2BPETokenizer
@@ -33,6 +34,16 @@ def left_behind(folder):
     return [path.name for path in folder.iterdir() if path.name != "docs.jsonl"]
 
 
+def word_tokenizer(folder):
+    """Flags of a byte-level vocabulary of the 256 bytes and an end."""
+    folder.mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*letters, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return "--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_empty_documents_are_left_out_everywhere_and_counted(tmp_path, capsys, workers) -> None:  # FC-01
     lines = [{"text": ""}, {"text": "3 4"}, {"text": ""}, {"text": "5"}, {"text": ""}]
@@ -47,6 +58,22 @@ def test_every_key_gets_complete_files(tmp_path) -> None:  # FC-03
     assert documents(tmp_path / "c_text_document") == [[[0]], [[1]], [[2]]]
     assert documents(tmp_path / "c_summary_document") == [[[1, 0]], [[1, 1]], [[1, 2]]]
     assert len(list(tmp_path.glob("c_*"))) == 4
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_split_sentences_makes_a_sequence_of_each(tmp_path, workers) -> None:
+    words = ("--tokenizer-type", "GPT2BPETokenizer", *word_tokenizer(tmp_path / "words"))
+    texts = ["A big. Cow did.\n\nE f", "", "A. ", "But cats. Do."]
+    flags = ("--split-sentences", "--append-eod", "--workers", workers)
+    assert run(tmp_path, [{"text": text} for text in texts], *flags, tokenizer=words) == 0
+    dataset, tokenizer = IndexedDataset(tmp_path / "c_text_sentence"), GPT2BPETokenizer(*map(Path, words[3::2]))
+    read = [[tokenizer.decode(part) for part in document] for document in documents(tmp_path / "c_text_sentence")]
+    end = "<|endoftext|>"
+    assert read == [["A big.", "Cow did.", f"E f{end}"], [f"A.{end}"], ["But cats.", f"Do.{end}"]]
+    assert dataset.num_documents == 3 and len(dataset.lengths) == 6
+    assert run(tmp_path, [{"text": texts[0]}], "--split-sentences", "--keep-newlines", tokenizer=words) == 0
+    (kept,) = documents(tmp_path / "c_text_sentence")
+    assert [tokenizer.decode(part) for part in kept] == ["A big. ", "Cow did.\n\n", "E f"]
 
 
 BROKEN = [
@@ -128,7 +155,7 @@ def test_several_files_by_a_pattern_in_order(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--split-sentences"], "--split-sentences is for BERT"),
+        (["--split-sentences", "--lang", "klingon"], "--lang klingon"),
         (["--dataset-impl", "lazy"], "--dataset-impl lazy"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--json-keys", "a", "a"], "each key once"),
