@@ -4,8 +4,9 @@ from torch import Tensor, nn
 
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate
-from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES
+from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES, MoEBlock
 from megatron_parm.moe.steps import mp_all_gather, mp_split
+from megatron_parm.moe.traced import TracedBlock, TracedExperts, TracedGate
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.shapes import expect_shape
 
@@ -45,10 +46,20 @@ class MoELayer(nn.Module):
         """[s, b, h] -> [s, b, h]; `[s/tp, b, h]` both under sequence parallelism."""
         expect_shape(x, "s b h", h=self.router.weight.shape[1])
         tokens = x.reshape(-1, x.shape[-1])  # [n, h]
+        with self._ctx.trace.span("MoE layer", schedule=self.schedule, chunks=self.chunks):
+            output = self._ordered(tokens)  # [n, h]
+        return output.view_as(x)
+
+    def _ordered(self, tokens: Tensor) -> Tensor:
         must_join = self.sequence_parallel and self.schedule not in STARTS_FROM_SLICES
         if must_join:
             tokens = mp_all_gather(tokens, self._ctx)  # [n/tp, h] -> [n, h]
-        output = SCHEDULES[self.schedule](tokens, self, self._ctx, self.chunks)  # [n, h]
-        if must_join:
-            output = mp_split(output, self._ctx)  # [n, h] -> [n/tp, h]
-        return output.view_as(x)
+        output = SCHEDULES[self.schedule](tokens, self._block(), self._ctx, self.chunks)  # [n, h]
+        return mp_split(output, self._ctx) if must_join else output  # [n, h] -> [n/tp, h]
+
+    def _block(self) -> MoEBlock:
+        """The layer itself, or one that tells the trace what it does."""
+        trace = self._ctx.trace
+        if not trace.is_recording:
+            return self
+        return TracedBlock(TracedGate(self.router, trace), TracedExperts(self.experts, trace), self.sequence_parallel)

@@ -6,12 +6,14 @@ nobody takes stay empty. Packed buckets hold the kept choices only, sorted by ex
 sections 1 and 4; Megatron's `--moe-token-drop-policy` and `--moe-pad-expert-input-to-capacity`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_parm.observe.trace import NO_TRACE, Trace
 
 DropPolicy = Literal["probs", "position"]
 
@@ -37,6 +39,7 @@ class Routing:
     segments: int
     chunks: int
     num_rows: int
+    trace: Trace = field(default=NO_TRACE, compare=False, repr=False)  # told of dispatch and combine
 
     def of_segment(self, segment: int) -> "Routing":
         """The routing of one source rank's tokens; rows still point into the buckets of all segments."""

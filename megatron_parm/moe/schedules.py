@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_parm.moe.buckets import Buckets, announce, combine, dispatch
+from megatron_parm.moe.buckets import Buckets, announce
 from megatron_parm.moe.routing import Routing
 from megatron_parm.moe.steps import (
     arrived,
@@ -32,6 +32,7 @@ from megatron_parm.moe.steps import (
     mp_split,
     pipelined,
 )
+from megatron_parm.moe.traced import combine, dispatch
 from megatron_parm.parallel.context import Axis, ParallelContext
 
 

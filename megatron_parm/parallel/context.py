@@ -4,12 +4,13 @@ Both are values passed as arguments; nothing in the project keeps them in module
 not the whole context.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_parm.parallel.grid import RankGrid
+from megatron_parm.observe.trace import NO_TRACE, Trace
+from megatron_parm.parallel.grid import AXES, RankGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,7 +21,7 @@ class Axis:
     """One process axis as seen by this rank.
 
     `size` ranks, this one at place `rank`; `ranks` are their global numbers in axis order. `group` is None exactly when
-    the axis has one rank: no collective is ever needed there.
+    the axis has one rank: no collective is ever needed there. `trace` is told of every collective.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: "ProcessGroup | None"
+    trace: Trace = field(default=NO_TRACE, compare=False, repr=False)
 
     @staticmethod
     def single(name: str, rank: int = 0) -> "Axis":
@@ -68,4 +70,16 @@ class ParallelContext:
         """The axis called `name`."""
         found = getattr(self, name)
         assert isinstance(found, Axis)
+        return found
+
+    @property
+    def trace(self) -> Trace:
+        """Where this rank notes what it does when."""
+        return self.world.trace
+
+    def traced(self, trace: Trace) -> "ParallelContext":
+        """The same groups, whose collectives are told to `trace`."""
+        found = self
+        for name in AXES:
+            found = replace(found, **{name: replace(self.axis(name), trace=trace)})  # type: ignore[arg-type]  # an axis
         return found

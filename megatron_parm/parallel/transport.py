@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.watched import Waitable, watched, watching
 
 
 def _is_gloo(axis: Axis) -> bool:
@@ -32,7 +33,7 @@ def _wire_device(axis: Axis) -> torch.device:
 class Flight:
     """A collective on the wire. `sent` and the buffers of `result` must stay untouched until it lands."""
 
-    def __init__(self, work: dist.Work | None, sent: Tensor | None, result: Callable[[], Tensor]) -> None:
+    def __init__(self, work: Waitable | None, sent: Tensor | None, result: Callable[[], Tensor]) -> None:
         self._work = work
         self._sent = sent
         self._result = result
@@ -52,12 +53,17 @@ def landed(x: Tensor) -> Flight:
 
 def start_exchange(x: Tensor, axis: Axis) -> Flight:
     """Begin `exchange`."""
+    return _start_exchange(x, axis, "all_to_all")
+
+
+def _start_exchange(x: Tensor, axis: Axis, operation: str) -> Flight:
+    """`operation`: what the exchange stands for."""
     if axis.size == 1:
         return landed(x)
     x = x.contiguous()  # gloo silently permutes a non-contiguous tensor
     received = torch.empty_like(x)
     work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
-    return Flight(work, x, lambda: received)
+    return Flight(watched(work, operation, axis, x.nbytes), x, lambda: received)
 
 
 def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive_splits: list[int]) -> Flight:
@@ -67,7 +73,8 @@ def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive
     x = x.contiguous()
     received = x.new_empty((sum(receive_splits), *x.shape[1:]))
     work = dist.all_to_all_single(received, x, receive_splits, send_splits, group=axis.group, async_op=True)
-    return Flight(work, x, lambda: received)
+    size_bytes = max(x.nbytes, received.nbytes)
+    return Flight(watched(work, "all_to_all_uneven", axis, size_bytes), x, lambda: received)
 
 
 def start_gather_stack(x: Tensor, axis: Axis) -> Flight:
@@ -76,10 +83,10 @@ def start_gather_stack(x: Tensor, axis: Axis) -> Flight:
         return landed(x.unsqueeze(0))
     x = x.contiguous()
     if _is_gloo(axis):
-        return start_exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis)
+        return _start_exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis, "all_gather")
     gathered = x.new_empty((axis.size, *x.shape))
     work = dist.all_gather_into_tensor(gathered, x.unsqueeze(0), group=axis.group, async_op=True)
-    return Flight(work, x, lambda: gathered)
+    return Flight(watched(work, "all_gather", axis, gathered.nbytes), x, lambda: gathered)
 
 
 def start_scatter_sum(stack: Tensor, axis: Axis) -> Flight:
@@ -87,12 +94,12 @@ def start_scatter_sum(stack: Tensor, axis: Axis) -> Flight:
     if axis.size == 1:
         return landed(stack.squeeze(0))
     if _is_gloo(axis):
-        flight = start_exchange(stack, axis)
+        flight = _start_exchange(stack, axis, "reduce_scatter")
         return Flight(None, None, lambda: flight.land().sum(dim=0))
     stack = stack.contiguous()
     summed = torch.empty_like(stack[0])
     work = dist.reduce_scatter_tensor(summed.unsqueeze(0), stack, group=axis.group, async_op=True)
-    return Flight(work, stack, lambda: summed)
+    return Flight(watched(work, "reduce_scatter", axis, stack.nbytes), stack, lambda: summed)
 
 
 def start_sum_over(x: Tensor, axis: Axis) -> Flight:
@@ -101,7 +108,7 @@ def start_sum_over(x: Tensor, axis: Axis) -> Flight:
         return landed(x)
     summed = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(summed, group=axis.group, async_op=True)
-    return Flight(work, None, lambda: summed)
+    return Flight(watched(work, "all_reduce", axis, x.nbytes), None, lambda: summed)
 
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:
@@ -128,7 +135,8 @@ def sum_over_(x: Tensor, axis: Axis) -> Tensor:
     """Sum of `x` over the axis, in place; `x` must be contiguous."""
     if axis.size > 1:
         assert x.is_contiguous(), "an in-place sum needs a contiguous tensor"
-        dist.all_reduce(x, group=axis.group)
+        with watching("all_reduce", axis, x.nbytes):
+            dist.all_reduce(x, group=axis.group)
     return x
 
 
@@ -151,7 +159,8 @@ def _reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size == 1:
         return x
     reduced = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(reduced, op=op, group=axis.group)
+    with watching("all_reduce", axis, x.nbytes):
+        dist.all_reduce(reduced, op=op, group=axis.group)
     return reduced
 
 
@@ -159,7 +168,8 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrite `x` (contiguous) with that of the rank at place `source` of the axis."""
     if axis.size > 1:
         assert x.is_contiguous(), "an in-place broadcast needs a contiguous tensor"
-        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+        with watching("broadcast", axis, x.nbytes):
+            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
     return x
 
 
