@@ -5,7 +5,6 @@ values, the rule, a value that would work. The rules keep the meaning of Megatro
 """
 
 from megatron_parm.config.checkpoint import CheckpointConfig
-from megatron_parm.config.data import DataConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.optim import OptimConfig
@@ -311,30 +310,6 @@ def check_optim(optim: OptimConfig) -> None:
         raise ConfigError(
             "--override-opt_param-scheduler takes the schedules from the flags, --use-checkpoint-opt_param-scheduler "
             "from the checkpoint; keep one of them"
-        )
-
-
-def check_data(data: DataConfig) -> None:
-    """Check that corpus and tokenizer are named completely. The files themselves are not opened."""
-    data.split_weights  # noqa: B018 - raises for a split that is not three weights
-    if data.mock_data == bool(data.data_path):
-        raise ConfigError(
-            "--data-path and --mock-data: a run has one source of text; keep one of them"
-            if data.mock_data
-            else "--data-path PREFIX is required: the corpus, a .bin and .idx pair made by tools/preprocess_data.py; "
-            "or use --mock-data"
-        )
-    needed = {
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "SentencePieceTokenizer": ("tokenizer_model",),
-        "GPTSentencePieceTokenizer": ("tokenizer_model",),
-        "NullTokenizer": ("vocab_size",),
-    }[data.tokenizer_type]
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(data, name) is None]
-    if missing:
-        raise ConfigError(
-            f"--tokenizer-type {data.tokenizer_type} needs {' and '.join(missing)}; or use another --tokenizer-type, "
-            "for instance NullTokenizer with --vocab-size"
         )
 
 

@@ -36,12 +36,22 @@ class DataConfig:
     data_path: tuple[str, ...] = flag(
         (), help="corpus: path prefix of a .bin and .idx pair; several, or weights and prefixes in turn, are blended"
     )
+    data_args_path: str | None = flag(None, help="text file with the words of --data-path", none_means="none")
+    train_data_path: tuple[str, ...] = flag((), help="as --data-path, for training alone; --split is not applied")
+    valid_data_path: tuple[str, ...] = flag((), help="the same for validation")
+    test_data_path: tuple[str, ...] = flag((), help="the same for the test")
+    per_split_data_args_path: str | None = flag(
+        None, help="JSON file with the words of the three flags above under train, valid and test", none_means="none"
+    )
     split: str = flag("969, 30, 1", help="parts for training, validation and test")
     split_rounding: SplitRounding = flag(
         "mcore", help="where the parts end; classic: as Megatron of 2021, to resume old runs"
     )
     data_cache_path: str | None = flag(
         None, help="folder for index files", none_means="a folder cache/ beside the corpus"
+    )
+    no_mmap_bin_files: bool = flag(
+        False, help="read tokens from the .bin files with plain reads in place of memory maps"
     )
     mock_data: bool = flag(False, help="made-up documents in place of --data-path")
     num_workers: int = flag(2, help="processes that prepare batches", unit="processes", at_least=0)

@@ -71,7 +71,6 @@ _ONE_FORMAT = "there is one checkpoint format, sharded and loadable by any layou
 _NOT_LOGGED = "not in this release; nothing else changes"
 _ALWAYS_LOGGED = "TensorBoard always gets it"
 _ONE_STAGE = "pipeline stages are not in this release; use tensor and expert parallelism"
-_CORPUS = "not in this release; give one corpus with --data-path and its parts with --split"
 _NOT_YET = "not in this release; leave it out"
 _BERT = "BERT is not in this release; leave it out for a GPT"
 _SHARDED = "not in this release; shard the model with --tensor-model-parallel-size and the expert sizes"
@@ -267,8 +266,7 @@ _MOE: dict[str, Entry] = (
 )
 
 _DATA: dict[str, Entry] = (
-    _refused(_CORPUS, "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path")
-    | _ignored("the corpus is memory-mapped and read as needed", "mmap-warmup no-mmap-bin-files")
+    _ignored("the corpus is memory-mapped and read as needed", "mmap-warmup")
     | _ignored("indices are built by one process", "num-dataset-builder-threads", "one")
     | _ignored("the mask is built on the device", "no-create-attention-mask-in-dataloader")
     | _refused("not in this release; leave it out", "tiktoken-pattern sft sft-tokenizer-prompt-format")

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_parm.config import checks
 from megatron_parm.config.checkpoint import CheckpointConfig
+from megatron_parm.config.checks_data import check_data
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.fields import Flag, check_fields, flags_of, nearest_names
 from megatron_parm.config.logs import LoggingConfig
@@ -97,7 +98,7 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_batches(config.training, parallel, world)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)
-    checks.check_data(config.data)
+    check_data(config.data)
     checks.check_checkpoint(config.checkpoint)
 
 

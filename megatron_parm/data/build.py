@@ -29,7 +29,10 @@ MOCK = "<mock data>"
 
 @dataclass(frozen=True)
 class GPTDataRules:
-    """What all splits share. `vocab_size` is unpadded; without `data_cache_path` indices lie beside the data."""
+    """What all splits share. `vocab_size` is unpadded; without `data_cache_path` indices lie beside the data.
+
+    maps_tokens: read the `.bin` through a memory map; otherwise with plain reads (--no-mmap-bin-files).
+    """
 
     sequence_length: int
     seed: int
@@ -37,6 +40,7 @@ class GPTDataRules:
     documents: DocumentRules
     split_rounding: Rounding = "core"
     data_cache_path: str | Path | None = None
+    maps_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,13 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class GPTDatasets:
-    """The datasets of the splits that samples were asked of, and one summary per source and split."""
+    """The datasets of the splits that samples were asked of, one summary per source and split, and what to tell."""
 
     train: SampleSource | None
     valid: SampleSource | None
     test: SampleSource | None
     summaries: tuple[SplitSummary, ...]
+    notes: tuple[str, ...] = ()
 
 
 def split_requests(
@@ -91,13 +96,15 @@ def build_gpt_datasets(
     """Build the datasets of train, valid and test; every process gets the same.
 
     `requests` are samples per split: 0 builds none, None gives one epoch. `data_path` (--data-path) is cut by `split`;
-    instead `paths_by_split` may give --train-data-path, --valid-data-path and --test-data-path, each taken whole.
+    instead `paths_by_split` may give --train-data-path, --valid-data-path and --test-data-path, each taken whole; a
+    held-out split without a path of its own has no dataset, and a note says so.
     Raises ConfigError for flags that do not fit together and an empty split, DataError for a damaged file, a token id
     outside the vocabulary, and data too short for one sample.
     """
     _check_paths(data_path, paths_by_split, mock_data)
     builder = _Builder(rules)
     built: list[SampleSource | None] = [None, None, None]
+    notes = []
     for number, name in enumerate(SPLIT_NAMES):
         if requests[number] == 0:
             continue
@@ -107,9 +114,12 @@ def build_gpt_datasets(
         whole = ",".join("1" if place == number else "0" for place in range(len(SPLIT_NAMES)))
         flag, values, cut = ("--data-path", data_path, split)
         if not data_path:
+            if number and not paths_by_split[number]:
+                notes.append(f"no --{name}-data-path is given: there is no evaluation on a {name} split")
+                continue
             flag, values, cut = f"--{name}-data-path", paths_by_split[number], whole
         built[number] = builder.blended(parse_data_path(values, flag), cut, number, requests[number])
-    return GPTDatasets(built[0], built[1], built[2], tuple(builder.summaries))
+    return GPTDatasets(built[0], built[1], built[2], tuple(builder.summaries), tuple(notes))
 
 
 class _Builder:
@@ -160,7 +170,7 @@ class _Builder:
                 eod = self.rules.documents.eod
                 self._opened[prefix] = MockDocuments(self.rules.vocab_size, 0 if eod is None else eod)
             else:
-                dataset = IndexedDataset(prefix)
+                dataset = IndexedDataset(prefix, maps_tokens=self.rules.maps_tokens)
                 check_token_ids(dataset, self.rules.vocab_size, self._cache(prefix))
                 self._opened[prefix] = dataset
         return self._opened[prefix]

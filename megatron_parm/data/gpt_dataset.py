@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megatron_parm.data.indexed_dataset import TokenSource
 from megatron_parm.data.token_index import TokenIndex
+from megatron_parm.errors import DataError
 
 
 class Sample(TypedDict):
@@ -65,8 +66,7 @@ class GPTDataset:
         """The `sequence_length` + 1 ids of a sample."""
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {self.source.name}, which has {len(self)}")
-        row = int(self.index.shuffle[number])
-        (first, start), (last, stop) = self.index.sample[row].tolist(), self.index.sample[row + 1].tolist()
+        (first, start), (last, stop) = self._window(number)
         document = self.index.document
         if first == last:
             return self.source.read(int(document[first]), start, stop + 1).astype(np.int64)
@@ -74,6 +74,29 @@ class GPTDataset:
         pieces += [self.source.read(int(document[place])) for place in range(first + 1, last)]
         pieces.append(self.source.read(int(document[last]), 0, stop + 1))
         return np.concatenate(pieces, dtype=np.int64)
+
+    def _window(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where a sample begins and ends: (place in the document index, offset). A damaged index is an error."""
+        row, index = int(self.index.shuffle[number]), self.index
+        if not 0 <= row < len(index.sample) - 1:
+            raise self._damaged(f"sample {number} is row {row} of {len(index.sample) - 1}")
+        (first, start), (last, stop) = index.sample[row].tolist(), index.sample[row + 1].tolist()
+        if not 0 <= first <= last < len(index.document):
+            raise self._damaged(f"row {row} spans the documents {first} to {last} of {len(index.document)}")
+        sequences = index.document[first : last + 1]
+        if int(sequences.min()) < 0 or int(sequences.max()) >= len(self.source.lengths):
+            raise self._damaged(f"row {row} names sequences {sequences.min()} to {sequences.max()}")
+        lengths = self.source.lengths[sequences]
+        tokens = int(lengths.sum(dtype=np.int64)) - start - (int(lengths[-1]) - stop - 1)
+        if not (0 <= start <= int(lengths[0]) and 0 <= stop < int(lengths[-1]) and tokens == self.sequence_length + 1):
+            raise self._damaged(f"row {row} runs from token {start} of its first document to {stop} of its last")
+        return (first, start), (last, stop)
+
+    def _damaged(self, problem: str) -> DataError:
+        return DataError(
+            f"the index of {self.source.name} is damaged: {problem}, and there are {len(self.source.lengths)} "
+            "sequences; delete the index cache (--data-cache-path, else the folder cache/ beside the data)"
+        )
 
 
 def make_sample(ids: NDArray[np.int64], rules: DocumentRules) -> Sample:

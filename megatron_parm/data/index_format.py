@@ -6,6 +6,7 @@ i32 lengths, i64 byte offsets, i64 document entries, unaligned. Source: formats 
 
 import struct
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ TOKEN_DTYPES: dict[int, np.dtype[np.integer]] = {
     8: np.dtype("<u2"),
 }
 FLOAT_CODES = (6, 7)
+_FLOAT64, _FLOAT32 = np.dtype("<f8"), np.dtype("<f4")
 SMALL_VOCABULARY = 65500
 MAX_LENGTH = 2**31 - 1
 
@@ -44,8 +46,22 @@ def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
     return TOKEN_DTYPES[8 if vocab_size < SMALL_VOCABULARY else 4]
 
 
+def number_dtype(code: int, lengths: NDArray[np.integer], bin_bytes: int) -> "np.dtype[np.integer]":
+    """The type of the numbers of a file with this code in its header.
+
+    Floats count as numbers here, though they are no token ids. Code 7 is float64 in Megatron 2.x and float32 in
+    Megatron-Core: the one in which `lengths` fill the `bin_bytes` of the `.bin`.
+    """
+    if code in TOKEN_DTYPES:
+        return TOKEN_DTYPES[code]
+    is_wide = code == 6 or int(lengths.sum(dtype=np.int64)) * _FLOAT64.itemsize == bin_bytes != 0
+    return cast("np.dtype[np.integer]", _FLOAT64 if is_wide else _FLOAT32)
+
+
 def dtype_code(dtype: "np.dtype[np.integer]") -> int:
-    """The code of `dtype` in the header."""
+    """The code of `dtype` in the header, for floats that of Megatron-Core."""
+    if dtype.kind == "f":
+        return 6 if dtype == _FLOAT64 else 7
     return next(code for code, known in TOKEN_DTYPES.items() if known == dtype)
 
 

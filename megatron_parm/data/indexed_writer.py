@@ -25,13 +25,17 @@ from megatron_parm.data.index_format import (
     idx_path,
     sequence_offsets,
 )
+from megatron_parm.data.indexed_dataset import IndexedDataset
 from megatron_parm.errors import DataError
 
 
 class IndexedWriter:
-    """Adds documents one after another. As a context manager it finishes on success and discards on any exception."""
+    """Adds documents one after another. As a context manager it finishes on success and discards on any exception.
 
-    def __init__(self, prefix: str | Path, dtype: "np.dtype[np.integer]") -> None:
+    has_modes: a multimodal file, each of whose sequences has a mode, written behind the index.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: "np.dtype[np.integer]", *, has_modes: bool = False) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self.num_tokens = 0
@@ -39,6 +43,7 @@ class IndexedWriter:
         self._num_sequences = 0
         self._lengths = array("i")
         self._document_index = array("q", [0])
+        self._modes: array[int] | None = array("b") if has_modes else None
         self._unfinished_bin = Path(f"{bin_path(prefix)}.unfinished-{os.getpid()}")
         self._unfinished_idx = Path(f"{idx_path(prefix)}.unfinished-{os.getpid()}")
         try:
@@ -58,10 +63,17 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def add_document(self, ids: NDArray[np.integer], lengths: Sequence[int] | None = None) -> None:
-        """Add one document: `ids` of all its sequences back to back; `lengths` of each (None: one sequence)."""
+    def add_document(
+        self, ids: NDArray[np.integer], lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
+    ) -> None:
+        """Add one document: `ids` of all its sequences back to back; `lengths` of each (None: one sequence).
+
+        modes: of each sequence, in a multimodal file alone.
+        """
         sizes = np.array([len(ids)] if lengths is None else lengths, dtype=np.int64)
         self._add_sequences(ids, sizes)
+        if self._modes is not None:
+            self._add_modes(np.array(modes if modes is not None else [0] * len(sizes), dtype=np.int8), len(sizes))
         self._document_index.append(self._num_sequences)
 
     def add_documents(
@@ -72,6 +84,30 @@ class IndexedWriter:
         self._add_sequences(ids, lengths)
         counts = np.ones(len(lengths), dtype=np.int64) if counts is None else counts
         self._document_index.frombytes((first + np.cumsum(counts, dtype=np.int64)).tobytes())
+        if self._modes is not None:
+            self._add_modes(np.zeros(len(lengths), dtype=np.int8), len(lengths))
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Add all documents of a file of the same number type, byte for byte."""
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.name}: its ids are {dataset.dtype}, those of {bin_path(self.prefix)} {self.dtype}; files of "
+                "one kind are needed: preprocess the text of the other again, with the same tokenizer"
+            )
+        first = self._num_sequences
+        for numbers in dataset.chunks():
+            self._write(numbers)
+        self._lengths.frombytes(np.ascontiguousarray(dataset.lengths, dtype=np.int32).tobytes())
+        self._num_sequences += len(dataset)
+        self.num_tokens += dataset.num_tokens
+        self._document_index.frombytes((dataset.document_index[1:] + first).astype(np.int64).tobytes())
+        if self._modes is not None:
+            if dataset.modes is None:
+                raise DataError(
+                    f"{idx_path(dataset.name)}: has no modes behind its arrays, so it is no multimodal file; merge "
+                    "without --multimodal"
+                )
+            self._add_modes(dataset.modes, len(dataset))
 
     def finish(self) -> None:
         """Write the index and give both files their names."""
@@ -85,6 +121,8 @@ class IndexedWriter:
                 idx.write(lengths.tobytes())
                 idx.write(sequence_offsets(lengths, self.dtype.itemsize).astype("<i8").tobytes())
                 idx.write(document_index.tobytes())
+                if self._modes is not None:
+                    idx.write(self._modes.tobytes())
                 _flush_to_disk(idx)
             idx_path(self.prefix).unlink(missing_ok=True)
             self._unfinished_bin.replace(bin_path(self.prefix))
@@ -106,19 +144,28 @@ class IndexedWriter:
             raise DataError(
                 f"{bin_path(self.prefix)}: lengths add up to {lengths.sum()}, but {len(ids)} ids were given"
             )
-        limits = np.iinfo(self.dtype)
-        if len(ids) and (int(ids.min()) < limits.min or int(ids.max()) > limits.max):
+        limits = np.iinfo(self.dtype) if self.dtype.kind != "f" else None
+        if limits is not None and len(ids) and (int(ids.min()) < limits.min or int(ids.max()) > limits.max):
             raise DataError(
                 f"{bin_path(self.prefix)}: token ids {ids.min()}..{ids.max()} do not fit {self.dtype} "
                 f"({limits.min}..{limits.max}); the vocabulary size given to the writer is too small"
             )
+        self._write(ids)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._num_sequences += len(lengths)
+        self.num_tokens += len(ids)
+
+    def _add_modes(self, modes: NDArray[np.int8], num_sequences: int) -> None:
+        assert self._modes is not None
+        if len(modes) != num_sequences:
+            raise DataError(f"{bin_path(self.prefix)}: {len(modes)} modes for {num_sequences} sequences")
+        self._modes.frombytes(np.ascontiguousarray(modes, dtype=np.int8).tobytes())
+
+    def _write(self, ids: NDArray[np.integer]) -> None:
         try:
             self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         except OSError as error:
             raise DataError(f"cannot write {bin_path(self.prefix)}: {error.strerror}; nothing was kept") from error
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        self._num_sequences += len(lengths)
-        self.num_tokens += len(ids)
 
 
 def _flush_to_disk(file: BufferedWriter) -> None:

@@ -11,6 +11,7 @@ from megatron_parm.checkpoint.save import layout_of
 from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve
 from megatron_parm.data.batches import Batch, micro_batches
 from megatron_parm.data.build import GPTDataRules, GPTDatasets, build_gpt_datasets, split_requests
+from megatron_parm.data.data_paths import read_data_paths
 from megatron_parm.data.gpt_dataset import DocumentRules, SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
@@ -148,6 +149,8 @@ def assemble(
     datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size, start or RunProgress()))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
+    for note in datasets.notes:
+        log.say(f" > {note}")
     cost_model = cost_model_for(config, ctx, log)
     built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows, cost_model)
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
@@ -232,6 +235,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: R
         ),
         split_rounding="classic" if data.split_rounding == "classic" else "core",
         data_cache_path=data.data_cache_path,
+        maps_tokens=not data.no_mmap_bin_files,
     )
     train, *held_out = split_requests(
         config.global_batch_size,
@@ -243,7 +247,15 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: R
     # after a resume with a smaller global batch more samples are behind than so many iterations of today's size
     to_come = max(0, config.train_iterations - start.iteration) * config.global_batch_size
     train = 0 if training.skip_train else max(train, start.consumed_train_samples + to_come)
-    return build_gpt_datasets(data.data_path, (train, *held_out), rules, data.split, mock_data=data.mock_data)
+    paths = read_data_paths(
+        data.data_path,
+        (data.train_data_path, data.valid_data_path, data.test_data_path),
+        data_args_path=data.data_args_path,
+        per_split_data_args_path=data.per_split_data_args_path,
+    )
+    return build_gpt_datasets(
+        paths.whole, (train, *held_out), rules, data.split, paths.by_split, mock_data=data.mock_data
+    )
 
 
 def _flop_shape(config: RunConfig, vocabulary_rows: int) -> TransformerShape:

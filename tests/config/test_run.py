@@ -18,7 +18,9 @@ from tests.config.commands import config_of
 
 MOE = "--num-experts 4 --moe-layer-freq ([0]+[1]) --expert-model-parallel-size 2 --data-path a b --local-rank 1"
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"]), max_size=8)
-SPECIAL = {"moe_pipeline_chunks": st.sampled_from(["auto", "1", "3"]), "data_path": st.lists(TEXT.map("x".__add__))}
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SPECIAL = {"moe_pipeline_chunks": st.sampled_from(["auto", "1", "3"])}
+SPECIAL |= {name: st.lists(TEXT.map("x".__add__)) for name in PATHS}
 
 
 def _number(flag: Flag) -> st.SearchStrategy[object]:

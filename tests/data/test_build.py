@@ -105,15 +105,30 @@ def test_sources_are_given_once(tmp_path) -> None:
         build_gpt_datasets([prefix], (8, 0, 0), rules(), mock_data=True)
     with pytest.raises(ConfigError, match="--data-path and --train-data-path"):
         build_gpt_datasets([prefix], (8, 0, 0), rules(), paths_by_split=([prefix], [], []))
-    with pytest.raises(ConfigError, match="--valid-data-path needs"):
-        build_gpt_datasets([], (8, 8, 0), rules(), paths_by_split=([prefix], [], []))
+    with pytest.raises(ConfigError, match="--train-data-path needs"):
+        build_gpt_datasets([], (8, 8, 0), rules(), paths_by_split=([], [prefix], []))
 
 
 def test_one_path_for_each_split(tmp_path) -> None:
     first, second = corpus(tmp_path, "a"), corpus(tmp_path, "b", (9,) * 20)
     built = build_gpt_datasets([], (None, None, 0), rules(), paths_by_split=([first], [second], []))
     assert (len(built.train), len(built.valid)) == ((40 * 7 - 1) // 16, (20 * 9 - 1) // 16)
-    assert built.test is None
+    assert built.test is None and built.notes == ()
+
+
+def test_a_split_without_a_path_is_told_and_has_no_dataset(tmp_path) -> None:
+    built = build_gpt_datasets([], (8, 8, 8), rules(), paths_by_split=([corpus(tmp_path)], [], []))
+    assert built.train is not None and built.valid is None and built.test is None
+    assert [note.split(" is given")[0] for note in built.notes] == ["no --valid-data-path", "no --test-data-path"]
+
+
+def test_plain_reads_give_the_samples_of_memory_maps(tmp_path) -> None:
+    prefix = corpus(tmp_path, lengths=range(3, 40))
+    mapped, plain = (
+        build_gpt_datasets([prefix], (40, 5, 0), rules(maps_tokens=maps), split="8,2") for maps in (True, False)
+    )
+    assert tokens_of(plain.train) == tokens_of(mapped.train)
+    assert tokens_of(plain.valid) == tokens_of(mapped.valid)
 
 
 def test_a_blend_takes_its_shares(tmp_path) -> None:

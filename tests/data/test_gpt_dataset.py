@@ -1,11 +1,14 @@
 """Samples of a GPT. Reference: the joined documents in reading order, cut by hand; masks by a plain double loop."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
 from megatron_parm.data.gpt_dataset import DocumentRules, GPTDataset, make_sample
 from megatron_parm.data.indexed_dataset import IndexedDataset
 from megatron_parm.data.token_index import build_token_index, plan_epochs
+from megatron_parm.errors import DataError
 from tests.data.corpora import numbered_documents, write_documents
 
 EOD = 99
@@ -42,6 +45,29 @@ def test_neighbours_share_one_token(tmp_path) -> None:  # FC-07
     ids = {int(row): dataset.token_ids(number) for number, row in enumerate(dataset.index.shuffle)}
     assert all(len(window) == 17 for window in ids.values())
     assert all(ids[row][-1] == ids[row + 1][0] for row in range(len(ids) - 1))
+
+
+@pytest.mark.parametrize(
+    ("array", "place", "value"),
+    [
+        ("shuffle", 0, 2**31),
+        ("sample", (1, 0), 77),
+        ("sample", (1, 0), -1),
+        ("sample", (1, 1), 8),
+        ("sample", (1, 1), -3),
+        ("document", 0, 1000),
+        ("document", 0, -1),
+        ("document", 0, 1),  # a sequence of another length
+    ],
+)
+def test_a_damaged_index_is_never_read_out_of_range(tmp_path, array, place, value) -> None:
+    dataset = dataset_of(tmp_path / "x", [7, 4, 9, 3, 6], 8, 3)
+    getattr(dataset.index, array)[place] = value
+    for number in range(len(dataset)):
+        with contextlib.suppress(DataError):
+            assert len(dataset.token_ids(number)) == 9
+    with pytest.raises(DataError, match=r"the index of .*x is damaged: .*delete the index cache"):
+        [dataset.token_ids(number) for number in range(len(dataset))]
 
 
 TOKENS = [5, EOD, 6, 7, EOD, EOD, 8]

@@ -44,7 +44,7 @@ def test_a_file_written_anew_is_read_anew(tmp_path) -> None:  # FC-08
 
 
 def test_chunks_are_joined(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron_parm.data.indexed_dataset._CHUNK", 3)
+    monkeypatch.setattr("megatron_parm.data.indexed_dataset.CHUNK", 3)
     dataset = IndexedDataset(write_documents(tmp_path / "x", [[1, 2, 3, 4], [5, 6, 40, 1]]))
     with pytest.raises(DataError, match="token id 40 at place 2 of sequence 1"):
         check_token_ids(dataset, 40, NO_CACHE)
