@@ -1,23 +1,42 @@
-"""The gate (router): scores, top-k, capacity, balance losses. Floor 5.
+"""The gate (router): scores, choice, capacity, balance losses. Floor 5.
 
 Scores are computed in float32 or more whatever the model's precision, so near-equal probabilities do not collapse into
 ties. Source: parm.md sections 1 to 3; Megatron's router flags.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_parm.layers.initialise import Initialiser, attach
-from megatron_parm.moe.losses import BackwardScale, attach_loss, load_balancing_loss, z_loss
+from megatron_parm.moe.losses import (
+    BackwardScale,
+    attach_loss,
+    load_balancing_loss,
+    sequence_balancing_loss,
+    z_loss,
+)
 from megatron_parm.moe.record import MicroBatchFigures, RoutingRecord
 from megatron_parm.moe.routing import DropPolicy, Routing, capacity_of, count_values, place
+from megatron_parm.moe.selection import (
+    ScoreFunction,
+    SelectionRules,
+    balanced_experts,
+    probabilities_of,
+    select,
+    select_by_sinkhorn,
+    sinkhorn,
+    weigh,
+)
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import Axis
-from megatron_parm.parallel.sharding import make_parameter
+from megatron_parm.parallel.sharding import make_parameter, make_state
+
+Balancing = Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +45,10 @@ class GateSettings:
 
     capacity_factor and eval_capacity_factor None: dropless. pre_softmax: softmax over all experts before top-k
     instead of over the chosen ones. balance_coefficient None: no balance loss at all; 0: computed for the log only.
-    router_dtype: least precision.
+    router_dtype: least precision. balancing: whether that loss is of the micro-batch or of each sequence; sinkhorn
+    chooses evenly instead, and has no loss. jitter: in training the router sees its input times a random number within
+    that distance of 1. has_expert_bias: a bias moves the choice, see `moe/balance.py`. forces_balance: experts by
+    turns, whatever the scores (for measurements).
     """
 
     num_experts: int
@@ -40,12 +62,45 @@ class GateSettings:
     balance_coefficient: float | None
     z_coefficient: float | None
     router_dtype: torch.dtype
+    balancing: Balancing = "aux_loss"
+    score_function: ScoreFunction = "softmax"
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling: float | None = None
+    jitter: float | None = None
+    has_expert_bias: bool = False
+    forces_balance: bool = False
+
+    @property
+    def selection(self) -> SelectionRules:
+        """The rules of the choice."""
+        return SelectionRules(
+            self.topk, self.score_function, self.pre_softmax, self.num_groups, self.group_topk, self.scaling
+        )
+
+    @property
+    def counts_choices(self) -> bool:
+        """Whether the balance loss counts the choices made; else the top-k of the plain scores, without bias or groups.
+
+        Source: DeepSeek-V3's f_i; Megatron counts the same.
+        """
+        return self.forces_balance or not (self.has_expert_bias or self.num_groups)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which tokens of the micro-batch those at hand are: `count` of them from number `first` on, of `whole` in all."""
+
+    count: int
+    first: int
+    whole: int
 
 
 class Gate(nn.Module):
     """Routes `[n, h]` tokens. The weight `[E, h]` is whole on every rank.
 
-    `tp` is the axis whose ranks either hold the same tokens or, under `shared_over`, a slice each.
+    `tp` is the axis whose ranks either hold the same tokens or, under `shared_over`, a slice each. `generator` draws
+    alike on the ranks of tp; only with jitter. `expert_bias` `[E]` is float32 whatever the model's precision.
     """
 
     def __init__(
@@ -60,15 +115,21 @@ class Gate(nn.Module):
         initialiser: Initialiser,
         dtype: torch.dtype,
         device: torch.device,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        assert settings.jitter is None or generator is not None, "jitter draws from a generator"
         self.settings = settings
-        self._layer = layer
+        self.layer = layer
         self._tp = tp
         self._scale = scale
         self.record = record
+        self._generator = generator
         shape = (settings.num_experts, hidden_size)
         self.weight = attach(make_parameter(shape, dtype=dtype, device=device), initialiser)
+        self.expert_bias: Tensor | None = None
+        if settings.has_expert_bias:
+            self.register_buffer("expert_bias", make_state((settings.num_experts,), torch.float32, device))
 
     def forward(
         self,
@@ -79,22 +140,30 @@ class Gate(nn.Module):
         padded: bool = False,
         slots_multiple_of: int = 1,
         chunks: int = 1,
+        num_samples: int = 1,
     ) -> Routing:
         """Route tokens `[n, h]`.
 
         shared_over: the tokens are this rank's slice over that axis, so the weight's gradient and the counts of the
         balance loss are summed over it. segments: the tokens are those of all ranks of that axis, in axis order; each
-        rank's own count alone in the losses. padded, slots_multiple_of, chunks: see
-        `place`. In eval mode there are no losses and nothing is recorded.
+        rank's own count alone in the losses. padded, slots_multiple_of, chunks: see `place`. num_samples: sequences
+        in the micro-batch; its tokens go by position, then by sequence. In eval mode there are no losses and nothing is
+        recorded.
         """
         num_segments = 1 if segments is None else segments.size
+        count = tokens.shape[0] // num_segments
+        part = _Part(count, 0, count)
+        if shared_over is not None:
+            part = _Part(count, shared_over.rank * count, shared_over.size * count)
+        if self.settings.jitter is not None and self.training:
+            tokens = tokens * self._noise(tokens, part, segments)
         logits = self._logits(tokens, shared_over, num_segments)  # [n, E]
-        expert, weight = self._choose(logits)
+        expert, weight = self._choose(logits, part, shared_over)
         routing = place(
             expert,
             weight,
             self.settings.num_experts,
-            self.capacity(tokens.shape[0] // num_segments),
+            self.capacity(count),
             policy=self.settings.drop_policy,
             segments=num_segments,
             padded=padded or self.settings.pads_to_capacity,
@@ -104,8 +173,9 @@ class Gate(nn.Module):
         if not self.training:
             return routing
         own = self._own_part(tokens.shape[0], segments)
+        probabilities = probabilities_of(logits[own], self.settings.score_function)
+        balance, z = self._losses(logits[own], probabilities, expert[own], part, num_samples, shared_over)
         counts = count_values(expert[own], self.settings.num_experts)
-        balance, z, probabilities = self._losses(logits[own], counts, shared_over)
         self._note(routing.kept[own], counts, (balance, z), probabilities, shared_over)
         return replace(routing, weight=self._attach(routing.weight, balance, z))
 
@@ -115,6 +185,15 @@ class Gate(nn.Module):
         factor = s.capacity_factor if self.training else s.eval_capacity_factor
         return capacity_of(num_tokens, s.num_experts, s.topk, factor, s.min_capacity)
 
+    def _noise(self, tokens: Tensor, part: _Part, segments: Axis | None) -> Tensor:
+        """Factors of the jitter. Drawn for the whole micro-batch, so that every schedule draws the same."""
+        eps = self.settings.jitter
+        assert eps is not None
+        whole = torch.empty((part.whole, tokens.shape[1]), dtype=torch.float64, device=tokens.device)
+        whole.uniform_(1 - eps, 1 + eps, generator=self._generator)
+        noise = whole[part.first : part.first + part.count].to(tokens.dtype)
+        return noise if segments is None else transport.gather_stack(noise, segments).flatten(0, 1)
+
     def _logits(self, tokens: Tensor, shared_over: Axis | None, num_segments: int) -> Tensor:
         weight = self.weight if shared_over is None else share(self.weight, shared_over)
         precision = torch.promote_types(tokens.dtype, self.settings.router_dtype)
@@ -123,13 +202,26 @@ class Gate(nn.Module):
         scores = [F.linear(segment.to(precision), weight) for segment in tokens.chunk(num_segments)]
         return scores[0] if num_segments == 1 else torch.cat(scores)
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, part: _Part, shared_over: Axis | None) -> tuple[Tensor, Tensor]:
         """(expert `[n, k]`, weight `[n, k]`), the best choice first."""
-        if self.settings.pre_softmax:
-            weight, expert = logits.softmax(dim=-1).topk(self.settings.topk, dim=-1)
-            return expert, weight
-        best, expert = logits.topk(self.settings.topk, dim=-1)
-        return expert, best.softmax(dim=-1)
+        s = self.settings
+        if s.forces_balance:
+            expert = balanced_experts(part.count, part.first, s.num_experts, s.topk, logits.device)
+            expert = expert.repeat(logits.shape[0] // part.count, 1)
+            return expert, weigh(logits, expert, s.selection)
+        if s.balancing == "sinkhorn":
+            return select_by_sinkhorn(logits, self._even_shares(logits, part, shared_over), s.topk)
+        return select(logits, s.selection, self.expert_bias)
+
+    @torch.no_grad()
+    def _even_shares(self, logits: Tensor, part: _Part, shared_over: Axis | None) -> Tensor | None:
+        """What `sinkhorn` makes of each whole micro-batch, for the tokens at hand; None in evaluation."""
+        if not self.training:
+            return None
+        if shared_over is not None:
+            whole = transport.gather_stack(logits, shared_over).flatten(0, 1)  # [whole, E]
+            return sinkhorn(whole)[part.first : part.first + part.count]
+        return torch.cat([sinkhorn(segment) for segment in logits.split(part.count)])
 
     @staticmethod
     def _own_part(num_tokens: int, segments: Axis | None) -> slice:
@@ -138,20 +230,34 @@ class Gate(nn.Module):
         part = num_tokens // segments.size
         return slice(segments.rank * part, (segments.rank + 1) * part)
 
-    def _losses(self, logits: Tensor, counts: Tensor, shared_over: Axis | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(balance loss, z-loss, probabilities `[n, E]`), of the own tokens; a part of each under `shared_over`."""
-        num_tokens = logits.shape[0]
-        probabilities = logits.softmax(dim=-1)
-        if shared_over is not None:
-            num_tokens *= shared_over.size
+    def _losses(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        expert: Tensor,
+        part: _Part,
+        num_samples: int,
+        shared_over: Axis | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(balance loss, z-loss) of the own tokens; a part of each under `shared_over`."""
+        s = self.settings
         balance = z = logits.new_zeros(())
-        if self.settings.balance_coefficient is not None:
+        if s.balance_coefficient is not None:
+            if not s.counts_choices:
+                expert = probabilities.topk(s.topk, dim=-1).indices
+            by_sample = num_samples if s.balancing == "seq_aux_loss" else 1
+            sample = torch.arange(part.first, part.first + part.count, device=expert.device) % by_sample
+            counts = count_values(expert + (sample * s.num_experts).unsqueeze(1), by_sample * s.num_experts)
             if shared_over is not None:
                 counts = transport.sum_over(counts, shared_over)
-            balance = load_balancing_loss(probabilities, counts, num_tokens, self.settings.topk)
-        if self.settings.z_coefficient is not None:
-            z = z_loss(logits, num_tokens)
-        return balance, z, probabilities
+            if s.balancing == "seq_aux_loss":
+                table = counts.view(by_sample, s.num_experts)
+                balance = sequence_balancing_loss(probabilities, table, sample, part.whole, s.topk)
+            else:
+                balance = load_balancing_loss(probabilities, counts, part.whole, s.topk)
+        if s.z_coefficient is not None:
+            z = z_loss(logits, part.whole)
+        return balance, z
 
     def _attach(self, weight: Tensor, balance: Tensor, z: Tensor) -> Tensor:
         for coefficient, loss in ((self.settings.balance_coefficient, balance), (self.settings.z_coefficient, z)):
@@ -172,5 +278,5 @@ class Gate(nn.Module):
         figures = MicroBatchFigures(*losses, entropy=entropy, kept=kept.sum(), counts=counts)
         is_cut = shared_over is not None
         self.record.add(
-            self._layer, figures, copies=1 if is_cut else self._tp.size, parts=self._tp.size if is_cut else 1
+            self.layer, figures, copies=1 if is_cut else self._tp.size, parts=self._tp.size if is_cut else 1
         )

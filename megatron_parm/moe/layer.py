@@ -1,14 +1,27 @@
 """The MoE layer: a gate, this rank's experts, and a schedule that orders them. Floor 5."""
 
+from dataclasses import dataclass
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate
-from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES, MoEBlock
+from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES, ExpertStep, GateStep, MoEBlock
+from megatron_parm.moe.shared_expert import SharedExpert
 from megatron_parm.moe.steps import mp_all_gather, mp_split
 from megatron_parm.moe.traced import TracedBlock, TracedExperts, TracedGate
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.shapes import expect_shape
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a schedule orders in one call."""
+
+    gate: GateStep
+    experts: ExpertStep
+    sequence_parallel: bool
 
 
 class MoELayer(nn.Module):
@@ -16,7 +29,8 @@ class MoELayer(nn.Module):
 
     `schedule` is a name of `SCHEDULES`. All schedules hold the same parameters, so it may be changed between steps.
     Under `sequence_parallel` input and output are this rank's slices over tp, `[s/tp, b, h]`: S1 and its kin start from
-    them, the other schedules join them first.
+    them, the other schedules join them first. What `shared_expert` makes of every token is added to what the chosen
+    experts make.
     """
 
     def __init__(
@@ -28,6 +42,7 @@ class MoELayer(nn.Module):
         chunks: int = 1,
         sequence_parallel: bool = False,
         ctx: ParallelContext,
+        shared_expert: SharedExpert | None = None,
     ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel
@@ -36,6 +51,7 @@ class MoELayer(nn.Module):
         self.schedule = schedule
         self.chunks = chunks
         self._ctx = ctx
+        self.shared_experts: SharedExpert | None = shared_expert
 
     @property
     def gate(self) -> Gate:
@@ -47,19 +63,19 @@ class MoELayer(nn.Module):
         expect_shape(x, "s b h", h=self.router.weight.shape[1])
         tokens = x.reshape(-1, x.shape[-1])  # [n, h]
         with self._ctx.trace.span("MoE layer", schedule=self.schedule, chunks=self.chunks):
-            output = self._ordered(tokens)  # [n, h]
-        return output.view_as(x)
+            output = self._ordered(tokens, num_samples=x.shape[1]).view_as(x)  # [s, b, h]
+        return output if self.shared_experts is None else output + self.shared_experts(x)
 
-    def _ordered(self, tokens: Tensor) -> Tensor:
+    def _ordered(self, tokens: Tensor, num_samples: int) -> Tensor:
         must_join = self.sequence_parallel and self.schedule not in STARTS_FROM_SLICES
         if must_join:
             tokens = mp_all_gather(tokens, self._ctx)  # [n/tp, h] -> [n, h]
-        output = SCHEDULES[self.schedule](tokens, self._block(), self._ctx, self.chunks)  # [n, h]
+        output = SCHEDULES[self.schedule](tokens, self._block(num_samples), self._ctx, self.chunks)  # [n, h]
         return mp_split(output, self._ctx) if must_join else output  # [n, h] -> [n/tp, h]
 
-    def _block(self) -> MoEBlock:
-        """The layer itself, or one that tells the trace what it does."""
-        trace = self._ctx.trace
+    def _block(self, num_samples: int) -> MoEBlock:
+        """What the schedule orders, which tells the trace what it does where there is one."""
+        gate, trace = partial(self.router, num_samples=num_samples), self._ctx.trace
         if not trace.is_recording:
-            return self
-        return TracedBlock(TracedGate(self.router, trace), TracedExperts(self.experts, trace), self.sequence_parallel)
+            return _Block(gate, self.experts, self.sequence_parallel)
+        return TracedBlock(TracedGate(gate, trace), TracedExperts(self.experts, trace), self.sequence_parallel)

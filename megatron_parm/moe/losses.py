@@ -48,6 +48,22 @@ def load_balancing_loss(probabilities: Tensor, counts: Tensor, num_tokens: int, 
     return probabilities.shape[1] * torch.dot(share_of_choices, mean_probability)
 
 
+def sequence_balancing_loss(
+    probabilities: Tensor, counts: Tensor, sample: Tensor, num_tokens: int, topk: int
+) -> Tensor:
+    """The load-balancing loss of each sequence on its own, their mean: the part of the tokens given.
+
+    sample: `[n_here]`, the sequence of each token; counts: `[samples, E]`; `num_tokens` of the whole micro-batch, each
+    sequence an equal part of it. Source: DeepSeek-V3, section 2.1.2; Megatron's seq_aux_loss.
+    """
+    num_samples, num_experts = counts.shape
+    length = num_tokens // num_samples
+    membership = torch.nn.functional.one_hot(sample, num_samples).to(probabilities.dtype)  # [n_here, samples]
+    mean_probability = membership.t() @ probabilities / length  # [samples, E]
+    share_of_choices = counts.to(probabilities.dtype) / (topk * length)
+    return num_experts * (share_of_choices * mean_probability).sum() / num_samples
+
+
 def z_loss(logits: Tensor, num_tokens: int) -> Tensor:
     """Mean over tokens of logsumexp(logits)^2, the part of the tokens given. Source: Zoph 2022, ST-MoE."""
     return torch.logsumexp(logits, dim=-1).square().sum() / num_tokens

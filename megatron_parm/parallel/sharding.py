@@ -100,6 +100,23 @@ def tie(parameter: nn.Parameter) -> None:
     parameter.shard_spec = replace(spec_of(parameter), is_tied=True)  # type: ignore[attr-defined]
 
 
+def make_state(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that are part of the model but no parameter, whole on every rank: for `register_buffer`.
+
+    Such a buffer is saved and loaded beside the parameters; its type is its own, whatever the model's.
+    """
+    state = torch.zeros(shape, dtype=dtype, device=device)
+    state.shard_spec = ShardSpec(shape, (), "dense", False)  # type: ignore[attr-defined]  # torch allows attributes
+    return state
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a model that a checkpoint holds, by name: the parameters, and the buffers of `make_state`."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    found |= {name: buffer for name, buffer in model.named_buffers() if hasattr(buffer, "shard_spec")}
+    return found
+
+
 def spec_of(parameter: Tensor) -> ShardSpec:
     """The `ShardSpec` of a parameter. Every parameter of a model has one."""
     spec = getattr(parameter, "shard_spec", None)

@@ -23,7 +23,7 @@ from megatron_parm.models.build import BuiltModel
 from megatron_parm.observe.log import Log
 from megatron_parm.optim.schedule import RateSchedule, reconcile
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.sharding import ShardSpec, spec_of
+from megatron_parm.parallel.sharding import ShardSpec, saved_tensors, spec_of
 from megatron_parm.training.assemble import Assembly, named_layout
 from megatron_parm.training.progress_state import RunProgress
 
@@ -64,7 +64,7 @@ class SavedRun:
 
 def model_tensors(built: BuiltModel) -> NamedTensors:
     """The weights by their checkpoint names."""
-    return {MODEL + name: (p.detach(), spec_of(p)) for name, p in built.model.named_parameters()}
+    return {MODEL + name: (t.detach(), spec_of(t)) for name, t in saved_tensors(built.model).items()}
 
 
 def optimizer_tensors(run: Assembly) -> NamedTensors:

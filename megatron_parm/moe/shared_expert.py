@@ -1,0 +1,66 @@
+"""The shared expert: a dense feed-forward that every token passes, beside the experts that the gate chose. Floor 5.
+
+It is cut over tp like any dense layer and never meets a schedule, so all schedules give the same. Parameter names are
+Megatron-Core's (`shared_experts`). Source: Dai et al. 2024 (DeepSeekMoE); Qwen2-MoE (the sigmoid gate).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_parm.layers.feed_forward import Activation, FeedForward
+from megatron_parm.layers.initialise import Initialiser, attach
+from megatron_parm.parallel.collectives import all_gather, share, split
+from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.sharding import make_parameter
+
+
+class SharedExpert(nn.Module):
+    """[s, b, h] -> [s, b, h], times sigmoid(x . gate_weight) with `is_gated`. Call on all ranks of tp.
+
+    With `sequence_parallel` the ranks of tp hold slices [s/tp, b, h] in and out instead of the same values.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: Activation,
+        is_gated: bool,
+        tp: Axis,
+        bias: bool,
+        initialiser: Initialiser,
+        output_initialiser: Initialiser,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        feed_forward = FeedForward(
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation,
+            tp=tp,
+            bias=bias,
+            initialiser=initialiser,
+            output_initialiser=output_initialiser,
+            dtype=dtype,
+            device=device,
+        )
+        self.activate = feed_forward.activate
+        self.linear_fc1, self.linear_fc2 = feed_forward.linear_fc1, feed_forward.linear_fc2
+        self.gate_weight: nn.Parameter | None = None
+        if is_gated:
+            self.gate_weight = attach(make_parameter((1, hidden_size), dtype=dtype, device=device), initialiser)
+        self._slices = tp if sequence_parallel else Axis.single("tp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]; [s/tp, b, h] each with sequence parallelism."""
+        whole = all_gather(x, self._slices, 0)  # [s, b, h], identical on tp, as is the gradient that it gets
+        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(whole)))  # [s, b, h]
+        output = split(output, self._slices, 0)  # [s/tp, b, h] under sequence parallelism
+        if self.gate_weight is None:
+            return output
+        # each rank gates its own slice, so that its part of the gate's gradient is summed over the slices
+        return output * torch.sigmoid(F.linear(x, share(self.gate_weight, self._slices)))
