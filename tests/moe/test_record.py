@@ -103,9 +103,7 @@ def _over_stages(ctx: ParallelContext) -> RoutingSummary | None:
     record = RoutingRecord((1, 2), 2)
     if ctx.pp.rank < 2:
         scale = ctx.pp.rank + 1
-        record.add(
-            scale, _figures(1.0 * scale, 0.0, 2.0, 4, [3, 1]), copies=ctx.tp.size, parts=1
-        )
+        record.add(scale, _figures(1.0 * scale, 0.0, 2.0, 4, [3, 1]), copies=ctx.tp.size, parts=1)
     return record.summarise(ctx, 1)
 
 
