@@ -221,7 +221,7 @@ class Gate(nn.Module):
         if shared_over is not None:
             whole = transport.gather_stack(logits, shared_over).flatten(0, 1)  # [whole, E]
             return sinkhorn(whole)[part.first : part.first + part.count]
-        return torch.cat([sinkhorn(segment) for segment in logits.split(part.count)])
+        return torch.cat([sinkhorn(segment) for segment in logits.chunk(logits.shape[0] // part.count)])
 
     @staticmethod
     def _own_part(num_tokens: int, segments: Axis | None) -> slice:
