@@ -217,8 +217,7 @@ def join(
     if layout.world == 1:
         return ParallelContext.single(device) if environment.rank == 0 else None
     grid = RankGrid(layout.world, tp=layout.tp, ep=layout.ep, esp=layout.esp)
-    for ranks in grid.rank_sets():
-        groups.get(ranks)
+    launch.make_groups(grid, groups)
     return launch.build_context(grid, environment.rank, device, groups) if environment.rank < layout.world else None
 
 

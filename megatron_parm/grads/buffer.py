@@ -7,13 +7,13 @@ has ended.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_parm.parallel.context import Axis, ParallelContext
-from megatron_parm.parallel.sharding import Role, spec_of
+from megatron_parm.parallel.sharding import Part, Role, ShardSpec, equal_parts, spec_of
 
 # Slots start at multiples of this many elements, 64 bytes in float32, so that vectorised kernels may load whole lines.
 ALIGNMENT_ELEMENTS = 16
@@ -59,9 +59,12 @@ class GradientBuffers:
     A parameter of float32 or float64 has a view of the buffer as its `grad`, and autograd adds into it; nobody may
     set it to None. A 16-bit parameter's gradient is added to a float32 view after each backward and then freed. A
     parameter that appears under two names (tied weights) has one slot, under its first name.
+
+    `reduced` is what a reduction leaves on this rank: the whole gradient, or with `sharded` (ZeRO-1) this rank's part
+    of it, which no other replica has. Whatever comes after the reduction works on that.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ctx: ParallelContext) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ctx: ParallelContext, *, sharded: bool = False) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         first_names: dict[int, str] = {}
         for name, parameter in parameters.items():
@@ -72,16 +75,31 @@ class GradientBuffers:
         self._views = {name: own_views[first_names[id(parameter)]] for name, parameter in parameters.items()}
         for name, parameter in self.parameters.items():
             _attach(parameter, own_views[name])
+        self.parts = {name: _own_part(p, ctx) for name, p in self.parameters.items()} if sharded else {}
+        self._reduced = {name: _reduced_place(own_views[name], self.parts.get(name)) for name in self.parameters}
 
     def zero(self) -> None:
         """Set every gradient to zero: the start of a step."""
         for buffer in self.buffers:
             buffer.data.zero_()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the replicas share the reduced gradients out among them."""
+        return bool(self.parts)
+
     def scale(self, factor: float) -> None:
-        """Multiply every gradient by `factor`."""
-        for buffer in self.buffers:
-            buffer.data.mul_(factor)
+        """Multiply every reduced gradient by `factor`."""
+        for values in self._reduced.values() if self.is_sharded else (buffer.data for buffer in self.buffers):
+            values.mul_(factor)
+
+    def reduced(self, name: str) -> Tensor:
+        """This rank's reduced gradient of the parameter: whole, or its part. Valid after a reduction."""
+        return self._reduced[name]
+
+    def reduced_spec(self, name: str) -> ShardSpec:
+        """Which box of the global tensor `reduced` is."""
+        return replace(spec_of(self.parameters[name]), part=self.parts.get(name))
 
     def gradient_of(self, name: str) -> Tensor:
         """The accumulated gradient of the parameter called `name`, in its shape; it shares the buffer's memory."""
@@ -108,10 +126,23 @@ def _make_buffers(parameters: dict[str, nn.Parameter], ctx: ParallelContext) -> 
             start = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
             end = start + parameters[name].numel()
             slots.append(Slot(name, parameters[name], start, end))
-        axis = ctx.dp if role == "dense" else ctx.edp
+        axis = ctx.dp_gradients if role == "dense" else ctx.edp_gradients
         data = torch.zeros(end, dtype=dtype, device=slots[0].parameter.device)
         buffers.append(GradientBuffer(role, axis, data, tuple(slots), is_tied))
     return tuple(buffers)
+
+
+def _own_part(parameter: nn.Parameter, ctx: ParallelContext) -> Part:
+    axis = ctx.dp if spec_of(parameter).role == "dense" else ctx.edp
+    return equal_parts(tuple(parameter.shape), axis.size)[axis.rank]
+
+
+def _reduced_place(view: Tensor, part: Part | None) -> Tensor:
+    """Where a reduction leaves its result: in the buffer, save for a part that optimizer kernels could not walk."""
+    if part is None:
+        return view
+    own = part.of(view)
+    return own if own.is_contiguous() else torch.zeros_like(own, memory_format=torch.contiguous_format)
 
 
 def _attach(parameter: nn.Parameter, view: Tensor) -> None:

@@ -39,7 +39,8 @@ def copy_over_tp(buffers: GradientBuffers, ctx: ParallelContext) -> None:
         whole = [slot for slot in buffer.slots if not spec_of(slot.parameter).is_cut_by("tp")]
         if buffer.role == "expert" or not whole:
             continue
-        flat = torch.cat([buffer.data[slot.start : slot.stop] for slot in whole])
+        reduced = [buffers.reduced(slot.name) for slot in whole]  # tp peers hold the same parts of sharded ones
+        flat = torch.cat([values.reshape(-1) for values in reduced])
         broadcast_(flat, ctx.tp)
-        for slot, values in zip(whole, torch.split(flat, [slot.stop - slot.start for slot in whole]), strict=True):
-            buffer.data[slot.start : slot.stop] = values
+        for place, values in zip(reduced, torch.split(flat, [values.numel() for values in reduced]), strict=True):
+            place.copy_(values.view_as(place))

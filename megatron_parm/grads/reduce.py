@@ -4,17 +4,91 @@ Dense gradients are summed over dp and expert gradients over edp. Both are then 
 the mean over dp, and an expert has already received, through the AlltoAll, the tokens of every rank that shares it.
 Source: parm.md section 3.
 
-Buckets go out in one fixed order that is the same on every rank: by buffer, then from the front.
+Sharded buffers (ZeRO-1) are reduced by a ReduceScatter: each replica gets the sum of its own part alone.
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
-from torch import Tensor
 
-from megatron_parm.grads.buffer import GradientBuffer, GradientBuffers
+from megatron_parm.grads.bucket import BUCKET_ELEMENTS, Bucket, ordered_buckets
+from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.grads.staging import Staging
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.transport import sum_over_
+from megatron_parm.parallel.into_buffers import start_scatter_sum_into, start_sum_
 
-BUCKET_ELEMENTS = 40_000_000  # Megatron's default for --ddp-bucket-size
+Landing = Callable[[], None]
+
+
+class GradientReduction(Protocol):
+    """Reduces the gradients of a step, at its end or while backward runs."""
+
+    def begin(self, num_micro_batches: int) -> None:
+        """A step of so many micro-batches begins; the buffers are zero."""
+
+    def finish(self, divisor: float) -> None:
+        """Every backward has ended: reduce what is not reduced yet, and divide. Call on all ranks."""
+
+
+class BucketSender:
+    """Puts buckets on the wire. wire_dtype: what travels, where it is narrower than the gradients (bfloat16)."""
+
+    def __init__(self, buffers: GradientBuffers, ctx: ParallelContext, wire_dtype: torch.dtype | None = None) -> None:
+        self._buffers = buffers
+        self._wire_dtype = wire_dtype
+        self._staging = Staging(ctx.device)
+
+    def start(self, bucket: Bucket) -> Landing:
+        """Begin the reduction of a complete bucket; call the result to wait for it. Call on all ranks of its axis."""
+        if bucket.axis.size == 1:
+            return lambda: self._keep_own(bucket)
+        return self._start_sharded(bucket) if self._buffers.is_sharded else self._start_whole(bucket)
+
+    def divide(self, bucket: Bucket, divisor: float) -> None:
+        """Divide what the bucket's reduction left on this rank."""
+        if divisor == 1:
+            return
+        if not self._buffers.is_sharded:
+            bucket.data.div_(divisor)
+            return
+        for slot in bucket.slots:
+            self._buffers.reduced(slot.name).div_(divisor)
+
+    def _start_whole(self, bucket: Bucket) -> Landing:
+        if self._wire_dtype in (None, bucket.data.dtype):
+            flight = start_sum_(bucket.data, bucket.axis)
+            return lambda: _land(flight.land)
+        sent = self._staging.take(self._wire_dtype or bucket.data.dtype, bucket.data.numel())
+        sent.copy_(bucket.data)
+        flight = start_sum_(sent, bucket.axis)
+
+        def land() -> None:
+            bucket.data.copy_(flight.land())
+            self._staging.give_back(sent)
+
+        return land
+
+    def _start_sharded(self, bucket: Bucket) -> Landing:
+        axis, dtype = bucket.axis, self._wire_dtype or bucket.data.dtype
+        rows = bucket.rows
+        sent, received = (self._staging.take(dtype, axis.size, rows.width) for _ in range(2))
+        summed = self._staging.take(bucket.data.dtype, rows.width)
+        rows.pack([self._buffers.gradient_of(slot.name) for slot in bucket.slots], sent)
+        flight = start_scatter_sum_into(summed, sent, received, axis)
+
+        def land() -> None:
+            rows.unpack_one(flight.land(), [self._buffers.reduced(slot.name) for slot in bucket.slots])
+            self._staging.give_back(sent, received, summed)
+
+        return land
+
+    def _keep_own(self, bucket: Bucket) -> None:
+        """One replica: its part is the whole, which lies in the buffer already."""
+
+
+def _land(wait: Callable[[], object]) -> None:
+    wait()
 
 
 @torch.no_grad()
@@ -29,20 +103,30 @@ def reduce_gradients(
     Called once a step, after the backward of the last micro-batch, on all ranks. Pass the number of tokens of the
     global batch as `divisor` where the loss of a micro-batch is a sum over tokens.
     """
-    buffers.expect_attached()
-    divide_by = ctx.dp.size if divisor is None else divisor
-    for buffer in buffers.buffers:
-        for bucket in split_into_buckets(buffer, bucket_elements):
-            sum_over_(bucket, buffer.axis)
-            if divide_by != 1:
-                bucket.div_(divide_by)
+    SequentialReduction(buffers, ctx, bucket_elements).finish(ctx.dp.size if divisor is None else divisor)
 
 
-def split_into_buckets(buffer: GradientBuffer, bucket_elements: int) -> list[Tensor]:
-    """The buffer's data cut before slots, so that each piece has at most `bucket_elements` or holds a single slot."""
-    starts = [0]
-    for slot in buffer.slots[1:]:
-        if slot.stop - starts[-1] > bucket_elements:
-            starts.append(slot.start)
-    ends = [*starts[1:], buffer.data.numel()]
-    return [buffer.data[start:end] for start, end in zip(starts, ends, strict=True)]
+class SequentialReduction:
+    """Reduces bucket after bucket when backward has ended."""
+
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        ctx: ParallelContext,
+        bucket_elements: int = BUCKET_ELEMENTS,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._buffers = buffers
+        self._buckets = ordered_buckets(buffers, bucket_elements)
+        self._sender = BucketSender(buffers, ctx, wire_dtype)
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Nothing happens before the end."""
+
+    @torch.no_grad()
+    def finish(self, divisor: float) -> None:
+        """One bucket is on the wire at a time, in the fixed order."""
+        self._buffers.expect_attached()
+        for bucket in self._buckets:
+            self._sender.start(bucket)()
+            self._sender.divide(bucket, divisor)

@@ -42,6 +42,8 @@ class ParallelContext:
     """Every axis of this rank, and its node's name. Paper's words: tp is MP, esp is ESP, ep is EP, ep_esp is EP&ESP.
 
     `ends` joins the first and the last stage of a pipeline; on a stage between them it is this rank alone.
+    dp_gradients and edp_gradients have the ranks of dp and edp and groups of their own: a reduction that runs beside
+    backward must not share a group with a collective of the model, even where the ranks are the same.
     """
 
     grid: RankGrid
@@ -56,6 +58,8 @@ class ParallelContext:
     ep: Axis
     esp: Axis
     ep_esp: Axis
+    dp_gradients: Axis
+    edp_gradients: Axis
     node: str = ""
     ends: Axis = Axis("ends", 1, 0, (0,), None)
 
@@ -63,6 +67,7 @@ class ParallelContext:
     def single(device: torch.device | None = None) -> "ParallelContext":
         """The context of one process on its own: every axis has size 1. Needs no torch.distributed."""
         names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp")
+        names += ("dp_gradients", "edp_gradients")
         axes = {name: Axis.single(name) for name in names}
         return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), node="", **axes)
 

@@ -26,6 +26,8 @@ from megatron_parm.parallel.grid import AXES, RankGrid
 
 T = TypeVar("T")
 
+MODEL = "model"  # the purpose of the groups that forward and backward use
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -191,20 +193,47 @@ def choose_device(backend: str, environment: LaunchEnvironment) -> tuple[torch.d
 
 @dataclass
 class GroupCache:
-    """Process groups by rank set: two axes over the same ranks share one, and a second context makes none anew.
+    """Process groups by purpose and rank set: axes of one purpose over the same ranks share one, and a second context
+    makes none anew.
 
     A new group does not inherit the timeout of the first, so each is given `timeout`.
     """
 
     timeout: timedelta
-    _groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = field(default_factory=dict)
 
-    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of `ranks`, made at the first call. Call on all ranks of the world in the same order."""
-        if ranks not in self._groups:
-            everyone = len(ranks) == dist.get_world_size()
-            self._groups[ranks] = dist.group.WORLD if everyone else dist.new_group(list(ranks), timeout=self.timeout)
-        return self._groups[ranks]
+    def get(self, ranks: tuple[int, ...], purpose: str = MODEL) -> dist.ProcessGroup | None:
+        """The group of `ranks`, made at the first call. Call on all ranks of the world in the same order.
+
+        Collectives of two purposes may be on the wire at once, in an order that differs between ranks; so purposes
+        never share a group.
+        """
+        key = purpose, ranks
+        if key not in self._groups:
+            is_default = purpose == MODEL and len(ranks) == dist.get_world_size()
+            self._groups[key] = dist.group.WORLD if is_default else dist.new_group(list(ranks), timeout=self.timeout)
+        return self._groups[key]
+
+
+# the axes of a context: name -> (axis of the grid, purpose of its group)
+CONTEXT_AXES: dict[str, tuple[str, str]] = {name: (name, MODEL) for name in AXES} | {
+    "dp_gradients": ("dp", "gradients"),
+    "edp_gradients": ("edp", "gradients"),
+}
+
+
+def make_groups(grid: RankGrid, groups: GroupCache) -> None:
+    """Every group that a context of `grid` needs. Call on all ranks of the world, also on those outside the grid."""
+    for ranks in grid.rank_sets():
+        groups.get(ranks)
+    for axis, purpose in CONTEXT_AXES.values():
+        for ranks in grid.groups(axis):
+            if purpose != MODEL and len(ranks) > 1:
+                groups.get(ranks, purpose)
+
+
+def _axis(name: str, ranks: tuple[int, ...], rank: int, groups: GroupCache, purpose: str) -> Axis:
+    return Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks, purpose) if len(ranks) > 1 else None)
 
 
 def build_context(
@@ -214,13 +243,10 @@ def build_context(
 
     node: a name that the ranks of one node share and no others.
     """
-    for ranks in grid.rank_sets():
-        groups.get(ranks)
-    places = {name: grid.group_of(name, rank) for name in AXES} | {"ends": grid.ends_of(rank)}
-    axes = {
-        name: Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks) if len(ranks) > 1 else None)
-        for name, ranks in places.items()
-    }
+    make_groups(grid, groups)
+    axes = {"ends": _axis("ends", grid.ends_of(rank), rank, groups, MODEL)}
+    for name, (axis, purpose) in CONTEXT_AXES.items():
+        axes[name] = _axis(axis, grid.group_of(axis, rank), rank, groups, purpose)
     return ParallelContext(grid, rank, device, **axes, node=node)
 
 

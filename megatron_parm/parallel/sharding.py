@@ -5,6 +5,7 @@ replicated over dp, and over tp where no dim is cut by it; an expert parameter i
 esp where no dim is cut by them. Each rank holds a contiguous box of the global tensor.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,12 +26,37 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows `start` to `stop` along `dim` of a tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of `whole`; it shares its memory."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+def equal_parts(shape: tuple[int, ...], count: int) -> tuple[Part, ...]:
+    """A tensor of `shape` in `count` parts whose rows differ by one at most; some may be empty.
+
+    Cut along the first dim that divides evenly, else along the longest.
+    """
+    even = [dim for dim, size in enumerate(shape) if size % count == 0]
+    dim = even[0] if even else max(range(len(shape)), key=lambda dim: shape[dim])
+    edges = [shape[dim] * place // count for place in range(count + 1)]
+    return tuple(Part(dim, start, stop) for start, stop in itertools.pairwise(edges))
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """The global shape of a parameter, its cuts, its role, and whether weight decay applies.
 
     `role` says who holds replicas: "dense" over dp, "expert" over edp. `decays` is False for biases and norm weights.
     `is_tied`: the first and the last stage of a pipeline hold it both, each with a part of its gradient, to be summed
     over `ends` (grads/finish.py).
+    `part`: this rank holds only that part of its box, the replicas hold the others (sharded optimizer state).
     """
 
     global_shape: tuple[int, ...]
@@ -38,14 +64,12 @@ class ShardSpec:
     role: Role
     decays: bool
     is_tied: bool = False
+    part: Part | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's box."""
-        shape = list(self.global_shape)
-        for cut in self.cuts:
-            shape[cut.dim] //= cut.axis.size
-        return tuple(shape)
+        return tuple(piece.stop - piece.start for piece in self.box)
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -54,6 +78,9 @@ class ShardSpec:
         for cut in self.cuts:
             part = self.global_shape[cut.dim] // cut.axis.size
             slices[cut.dim] = slice(cut.axis.rank * part, (cut.axis.rank + 1) * part)
+        if self.part is not None:
+            first = slices[self.part.dim].start
+            slices[self.part.dim] = slice(first + self.part.start, first + self.part.stop)
         return tuple(slices)
 
     def is_cut_by(self, axis_name: str) -> bool:
@@ -64,9 +91,10 @@ class ShardSpec:
         """Whether this rank counts the parameter in sums over the world: of all replicas of a box exactly one does."""
         if self.is_tied and ctx.ends.rank > 0:
             return False
+        is_shared_out = self.part is not None
         if self.role == "dense":
-            return ctx.dp.rank == 0 and (ctx.tp.rank == 0 or self.is_cut_by("tp"))
-        counted = ctx.edp.rank == 0
+            return (is_shared_out or ctx.dp.rank == 0) and (ctx.tp.rank == 0 or self.is_cut_by("tp"))
+        counted = is_shared_out or ctx.edp.rank == 0
         for axis in (ctx.ep, ctx.esp):
             counted = counted and (axis.rank == 0 or self.is_cut_by(axis.name))
         return counted

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.finish import copy_over_tp, sum_over_ends
-from megatron_parm.grads.reduce import reduce_gradients
+from megatron_parm.grads.reduce import GradientReduction, SequentialReduction
 from megatron_parm.optim.clip import clip_gradients
 from megatron_parm.optim.precision import Optimizer
 from megatron_parm.parallel import transport
@@ -52,6 +52,7 @@ class TrainStep:
         max_norm: float,
         per_token_loss: bool,
         objective: Objective = NEXT_TOKEN,
+        reduction: GradientReduction | None = None,
     ) -> None:
         self._forward_backward = forward_backward
         self._buffers = buffers
@@ -59,6 +60,7 @@ class TrainStep:
         self._ctx = ctx
         self._max_norm = max_norm
         self._per_token_loss = per_token_loss
+        self._reduction = SequentialReduction(buffers, ctx) if reduction is None else reduction
         self._objective = objective
 
     def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
@@ -66,9 +68,10 @@ class TrainStep:
         self._buffers.zero()
         micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
         divisors = self._divisors(micro_batches)
+        self._reduction.begin(num_micro_batches)
         total = self._forward_backward.run(micro_batches, divisors)
         sum_over_ends(self._buffers, self._ctx)
-        reduce_gradients(self._buffers, self._ctx)
+        self._reduction.finish(self._ctx.dp.size)
         copy_over_tp(self._buffers, self._ctx)
         losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
         norm = clip_gradients(self._buffers, self._ctx, self._max_norm)

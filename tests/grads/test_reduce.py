@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_parm.grads.bucket import ordered_buckets, split_into_buckets
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.grads.reduce import reduce_gradients, split_into_buckets
+from megatron_parm.grads.overlap import OverlappedReduction
+from megatron_parm.grads.reduce import SequentialReduction, reduce_gradients
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import Cut, make_parameter, spec_of
 from tests.harness.layouts import MOE_LAYOUTS, Layout, every_layout
@@ -65,38 +67,61 @@ def _shards(ctx: ParallelContext) -> dict[str, nn.Parameter]:
 
 def _backward(shards: dict[str, nn.Parameter], ctx: ParallelContext) -> None:
     x = _tokens(ctx.dp.rank)
-    ((x @ shards["dense"]).tanh().sum() + (x @ shards["sliced"].T).sin().sum()).backward()
+    loss = (x @ shards["dense"]).tanh().sum() + (x @ shards["sliced"].T).sin().sum()
     first_expert = spec_of(shards["experts"]).box[0].start
     part = TOKENS // ctx.tp.size
     for sender in ctx.ep_esp.ranks:
         begin = ctx.grid.coordinate("tp", sender) * part
         numbers = torch.arange(begin, begin + part)
         sent = _tokens(ctx.grid.coordinate("dp", sender))[numbers]
-        _expert_loss(shards["experts"], first_expert, sent, numbers).backward()
+        loss = loss + _expert_loss(shards["experts"], first_expert, sent, numbers)
+    loss.backward()
 
 
-def _errors(ctx: ParallelContext, fault: str = "", bucket_elements: int = 1000) -> dict[str, tuple[float, Tensor]]:
-    """Largest difference from the reference of each parameter's shard, and the reduced gradient."""
+def _errors(
+    ctx: ParallelContext, fault: str = "", bucket_elements: int = 1000, overlap: bool = False, sharded: bool = False
+) -> dict[str, tuple[float, Tensor]]:
+    """Largest difference from the reference of each parameter's box, and the reduced gradient."""
     shards = _shards(ctx)
-    axes = replace(ctx, edp=ctx.dp) if fault == "experts summed over dp" else ctx
-    buffers = GradientBuffers(shards, axes)
-    _backward(shards, ctx)
-    reduce_gradients(buffers, ctx, bucket_elements)
+    axes = replace(ctx, edp_gradients=ctx.dp_gradients) if fault == "experts summed over dp" else ctx
+    buffers = GradientBuffers(shards, axes, sharded=sharded)
+    reduction = (OverlappedReduction if overlap else SequentialReduction)(buffers, ctx, bucket_elements)
+    for step in range(2):  # the second finds what the first has left
+        buffers.zero()
+        reduction.begin(1)
+        _backward(shards, ctx)
+        reduction.finish(ctx.dp.size)
+        assert not overlap or reduction.num_sent_early == len(ordered_buckets(buffers, bucket_elements)), step
     if fault == "experts divided by edp":
-        buffers.gradient_of("experts").mul_(ctx.dp.size / ctx.edp.size)
+        buffers.reduced("experts").mul_(ctx.dp.size / ctx.edp.size)
     expected = _reference(ctx.dp.size)
     found = {}
-    for name, shard in shards.items():
-        reduced = buffers.gradient_of(name)
-        found[name] = ((reduced - expected[name][spec_of(shard).box]).abs().max().item(), reduced)
+    for name in shards:
+        reduced = buffers.reduced(name)
+        difference = reduced - expected[name][buffers.reduced_spec(name).box]
+        found[name] = (max(difference.abs().flatten().tolist(), default=0.0), reduced)
     return found
 
 
-@pytest.mark.cover(layout=MOE_LAYOUTS, bucket_elements=(1, 40, 1000))
-def test_reduced_gradients_equal_one_process(pools: Pools, layout: Layout, bucket_elements: int) -> None:
-    for result in pools.run(layout, _errors, bucket_elements=bucket_elements):
+@pytest.mark.cover(layout=MOE_LAYOUTS, bucket_elements=(1, 40, 1000), overlap=(False, True), sharded=(False, True))
+def test_reduced_gradients_equal_one_process(
+    pools: Pools, layout: Layout, bucket_elements: int, overlap: bool, sharded: bool
+) -> None:
+    """At the end or beside backward, whole or shared out; with several replicas no part is missing."""
+    results = pools.run(layout, _errors, bucket_elements=bucket_elements, overlap=overlap, sharded=sharded)
+    for result in results:
         for name, (error, _) in result.items():
             assert error < TOLERANCE, f"{name} is off by {error}"
+    for name, axis in (("dense", "dp"), ("sliced", "dp"), ("experts", "edp")):
+        for ranks in layout.grid.groups(axis):
+            held = sum(results[rank][name][1].numel() for rank in ranks)
+            copies = 1 if sharded else len(ranks)
+            assert held == copies * (results[ranks[0]][name][1].numel() if not sharded else _box_size(layout, name))
+
+
+def _box_size(layout: Layout, name: str) -> int:
+    whole = _full_weights()[name].numel()
+    return whole // {"dense": 1, "sliced": layout.tp, "experts": layout.ep * layout.esp}[name]
 
 
 @pytest.mark.parametrize("layout", [Layout(4), Layout(4, ep=2), Layout(8, tp=2, esp=2, ep=2)], ids=str)
@@ -178,7 +203,7 @@ def test_buckets_partition_the_buffer_at_slots(bucket_elements: int) -> None:
     sizes = (3, 40, 16, 1, 100, 5)
     named = {str(size): make_parameter((size,), dtype=torch.float32, device=ctx.device) for size in sizes}
     (buffer,) = GradientBuffers(named, ctx).buffers
-    buckets = split_into_buckets(buffer, bucket_elements)
+    buckets = [bucket.data for bucket in split_into_buckets(buffer, bucket_elements)]
     starts = [bucket.storage_offset() for bucket in buckets]
     assert starts[0] == 0
     assert set(starts) <= {slot.start for slot in buffer.slots}

@@ -230,6 +230,10 @@ def _groups(ctx: ParallelContext) -> tuple[int, int]:
     made = launch.build_context(ctx.grid, ctx.rank, ctx.device, cache)
     before = len(cache._groups)
     again = launch.build_context(ctx.grid, ctx.rank, ctx.device, cache)
+    for name, purpose_of_one in (("dp", "dp_gradients"), ("edp", "edp_gradients")):
+        model, gradients = made.axis(name), made.axis(purpose_of_one)
+        assert (model.name, model.ranks) == (gradients.name, gradients.ranks)
+        assert model.group is None or model.group is not gradients.group
     for name in AXES:
         assert made.axis(name) == again.axis(name)
         assert made.axis(name).ranks == ctx.grid.group_of(name, ctx.rank)
@@ -239,8 +243,12 @@ def _groups(ctx: ParallelContext) -> tuple[int, int]:
 
 
 def test_axes_over_the_same_ranks_share_a_group(pools: Pools) -> None:
-    """tp = esp = 2 and ep = 2 on 4 ranks: tp and esp share two groups, dp and ep two, world, stage and ep_esp one."""
-    assert pools.run(Layout(4, tp=2, esp=2, ep=2), _groups) == [(5, 0)] * 4
+    """tp = esp = 2 and ep = 2 on 4 ranks: tp and esp share two groups, dp and ep two, world, stage and ep_esp one.
+
+    Gradients have two more over the ranks of dp; with dp over the whole world theirs is not the default group.
+    """
+    assert pools.run(Layout(4, tp=2, esp=2, ep=2), _groups) == [(7, 0)] * 4
+    assert pools.run(Layout(4), _groups) == [(2, 0)] * 4
 
 
 def _come_again(ctx: ParallelContext, port: int) -> str:

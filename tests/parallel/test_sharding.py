@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_parm.parallel.context import Axis, ParallelContext
-from megatron_parm.parallel.grid import AXES, RankGrid
-from megatron_parm.parallel.sharding import Cut, Role, ShardSpec, make_parameter, spec_of, tie
+from megatron_parm.parallel.grid import RankGrid
+from megatron_parm.parallel.launch import CONTEXT_AXES
+from megatron_parm.parallel.sharding import Cut, Role, ShardSpec, equal_parts, make_parameter, spec_of, tie
 
 CPU = torch.device("cpu")
 
@@ -19,9 +20,9 @@ CPU = torch.device("cpu")
 def context_of(grid: RankGrid, rank: int) -> ParallelContext:
     """What `rank` would know of `grid`, without any group."""
     axes = {}
-    for name in AXES:
-        ranks = grid.group_of(name, rank)
-        axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, None)
+    for name, (axis, _) in CONTEXT_AXES.items():
+        ranks = grid.group_of(axis, rank)
+        axes[name] = Axis(axis, len(ranks), ranks.index(rank), ranks, None)
     return ParallelContext(grid, rank, CPU, **axes)
 
 
@@ -44,16 +45,20 @@ def _spec(ctx: ParallelContext, shape: tuple[int, ...], cuts: dict[int, str], ro
     return ShardSpec(shape, tuple(Cut(dim, ctx.axis(axis)) for dim, axis in cuts.items()), role, True)
 
 
-@given(shardings())
+@given(shardings(), st.booleans())
 def test_boxes_of_counted_ranks_tile_the_tensor_exactly_once(
-    sharding: tuple[RankGrid, tuple[int, ...], dict[int, str], Role],
+    sharding: tuple[RankGrid, tuple[int, ...], dict[int, str], Role], is_shared_out: bool
 ) -> None:
+    """Also where replicas share a box out among them, as sharded optimizer state is."""
     grid, shape, cuts, role = sharding
     counted = torch.zeros(shape, dtype=torch.int64)
     held = torch.zeros(shape, dtype=torch.int64)
     for rank in range(grid.world):
         ctx = context_of(grid, rank)
         spec = _spec(ctx, shape, cuts, role)
+        replica = ctx.dp if role == "dense" else ctx.edp
+        if is_shared_out:
+            spec = dataclasses.replace(spec, part=equal_parts(spec.local_shape, replica.size)[replica.rank])
         held[spec.box] += 1
         assert held[spec.box].shape == spec.local_shape
         if spec.is_counted_here(ctx):
@@ -62,6 +67,8 @@ def test_boxes_of_counted_ranks_tile_the_tensor_exactly_once(
     replicas = grid.world
     for axis in cuts.values():
         replicas //= grid.size(axis)
+    if is_shared_out:
+        replicas //= grid.dp if role == "dense" else grid.edp
     assert torch.equal(held, torch.full_like(held, replicas))
 
 
@@ -119,6 +126,19 @@ def test_dense_parameters_are_counted_whatever_the_expert_axes() -> None:
     for place in product(range(2), range(4)):
         ctx = contexts[place[0] * 4 + place[1]]
         assert _spec(ctx, (8, 8), {0: "ep"}, "expert").is_counted_here(ctx) == (place[0] == 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "parts"),
+    [
+        ((4, 6), 2, [(0, 0, 2), (0, 2, 4)]),
+        ((3, 6), 2, [(1, 0, 3), (1, 3, 6)]),  # the first dim that divides evenly
+        ((3, 5), 2, [(1, 0, 2), (1, 2, 5)]),  # none does: the longest
+        ((2,), 3, [(0, 0, 0), (0, 0, 1), (0, 1, 2)]),
+    ],
+)
+def test_equal_parts_by_hand(shape: tuple[int, ...], count: int, parts: list[tuple[int, int, int]]) -> None:
+    assert [(part.dim, part.start, part.stop) for part in equal_parts(shape, count)] == parts
 
 
 def test_a_dim_is_cut_once() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from megatron_parm.config.moe import Schedule
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.grads.reduce import SequentialReduction
 from megatron_parm.moe import gate
 from megatron_parm.moe.schedules import SCHEDULES as ALL_SCHEDULES
 from megatron_parm.parallel.context import ParallelContext
@@ -91,13 +92,18 @@ def _without_the_router_sum() -> Any:
 def _reduced_by(rule: Callable[[ParallelContext, str], tuple[Any, int]]) -> Any:
     """Gradient reduction with `rule`: (ctx, role) -> (axis to sum over, divisor)."""
 
-    def reduce_gradients(buffers: GradientBuffers, ctx: ParallelContext) -> None:
-        for buffer in buffers.buffers:
-            axis, divisor = rule(ctx, buffer.role)
-            sum_over_(buffer.data, axis)
-            buffer.data.div_(divisor)
+    class Ruled(SequentialReduction):
+        def __init__(self, buffers: GradientBuffers, ctx: ParallelContext) -> None:
+            super().__init__(buffers, ctx)
+            self._ctx = ctx
 
-    return patch.object(step, "reduce_gradients", reduce_gradients)
+        def finish(self, divisor: float) -> None:
+            for buffer in self._buffers.buffers:
+                axis, divided_by = rule(self._ctx, buffer.role)
+                sum_over_(buffer.data, axis)
+                buffer.data.div_(divided_by)
+
+    return patch.object(step, "SequentialReduction", Ruled)
 
 
 def _right() -> Any:
