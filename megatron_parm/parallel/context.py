@@ -66,8 +66,7 @@ class ParallelContext:
     @staticmethod
     def single(device: torch.device | None = None) -> "ParallelContext":
         """The context of one process on its own: every axis has size 1. Needs no torch.distributed."""
-        names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp")
-        names += ("dp_gradients", "edp_gradients")
+        names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp", "dp_gradients", "edp_gradients")
         axes = {name: Axis.single(name) for name in names}
         return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), node="", **axes)
 
