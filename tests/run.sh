@@ -10,7 +10,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash tools/make_venv.sh requirements-dev.txt || exit $?
+bash tools/make_venv.sh requirements-dev.txt requirements-assets.txt || exit $?
 export OMP_NUM_THREADS=1
 python=.venv/bin/python
 failed=()

@@ -89,10 +89,18 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--lang", default="english", help=f"its abbreviations: {', '.join(LANGUAGES)} (default: english)")
     tokens = parser.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
-    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer, vocab.txt of BERT")
     tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    tokens.add_argument("--tokenizer-model", metavar="FILE", help="model file of SentencePieceTokenizer")
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids of NullTokenizer")
+    tokens.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece model, folder with tokenizer.json (HuggingFaceTokenizer), or file of tiktoken ranks",
+    )
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids of NullTokenizer or TikTokenizer")
+    tokens.add_argument("--vocab-extra-ids", type=int, default=0, metavar="N", help="extra ids at the end")
+    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of TikTokenizer (default: the file's own)")
+    tokens.add_argument("--tiktoken-num-special-tokens", type=int, metavar="N", help="of TikTokenizer (default: 1000)")
+    tokens.add_argument("--tokenizer-special-tokens", nargs="+", default=(), metavar="NAME", help="of TikTokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -229,6 +237,10 @@ def run(args: argparse.Namespace) -> None:
         merge_file=args.merge_file,
         tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+        tiktoken_pattern=args.tiktoken_pattern,
+        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
+        tokenizer_special_tokens=args.tokenizer_special_tokens,
     )
     dtype = token_dtype(tokenizer.vocab_size)
     splitter = SentenceSplitter(args.lang, args.keep_newlines) if args.split_sentences else None

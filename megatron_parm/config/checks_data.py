@@ -40,10 +40,10 @@ def _check_sources(data: DataConfig) -> None:
 def _check_tokenizer(data: DataConfig) -> None:
     needed = {
         "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "SentencePieceTokenizer": ("tokenizer_model",),
-        "GPTSentencePieceTokenizer": ("tokenizer_model",),
+        "BertWordPieceLowerCase": ("vocab_file",),
+        "BertWordPieceCase": ("vocab_file",),
         "NullTokenizer": ("vocab_size",),
-    }[data.tokenizer_type]
+    }.get(data.tokenizer_type, ("tokenizer_model",))
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(data, name) is None]
     if missing:
         raise ConfigError(

@@ -10,21 +10,22 @@ from megatron_parm.config.fields import flag
 from megatron_parm.errors import ConfigError
 
 SplitRounding = Literal["mcore", "classic"]
-TokenizerType = Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer"]
+TokenizerType = Literal[
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "SFTTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+]
+TiktokenPattern = Literal["v1", "v2"]
 DataloaderType = Literal["single", "cyclic"]
 DataImpl = Literal["infer", "mmap"]
 
-_TOKENIZER = (
-    "not in this release; use GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer or NullTokenizer"
-)
-_OTHER_TOKENIZERS = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "SFTTokenizer",
-)
 _DATA_IMPL = "this old format is not read; convert the text again with tools/preprocess_data.py and use mmap"
 
 
@@ -55,20 +56,29 @@ class DataConfig:
     )
     mock_data: bool = flag(False, help="made-up documents in place of --data-path")
     num_workers: int = flag(2, help="processes that prepare batches", unit="processes", at_least=0)
-    tokenizer_type: TokenizerType = flag(
-        "GPT2BPETokenizer", help="kind of tokenizer", refused=dict.fromkeys(_OTHER_TOKENIZERS, _TOKENIZER)
-    )
-    vocab_file: str | None = flag(None, help="vocabulary of GPT2BPETokenizer (vocab.json)")
+    tokenizer_type: TokenizerType = flag("GPT2BPETokenizer", help="kind of tokenizer; its files are local")
+    vocab_file: str | None = flag(None, help="vocabulary of GPT2BPETokenizer (vocab.json) or BERT (vocab.txt)")
     merge_file: str | None = flag(None, help="merges of GPT2BPETokenizer (merges.txt)")
-    tokenizer_model: str | None = flag(None, help="model file of a SentencePiece tokenizer")
+    tokenizer_model: str | None = flag(
+        None, help="SentencePiece model, folder with tokenizer.json (HuggingFaceTokenizer), or file of tiktoken ranks"
+    )
     vocab_size: int | None = flag(
         None,
-        help="vocabulary of NullTokenizer, before padding",
+        help="vocabulary of NullTokenizer or TikTokenizer, before padding",
         unit="tokens",
         at_least=1,
         none_means="the tokenizer's",
     )
     vocab_extra_ids: int = flag(0, help="extra tokens at the end of the vocabulary", unit="tokens", at_least=0)
+    tiktoken_pattern: TiktokenPattern | None = flag(
+        None, help="how TikTokenizer cuts text into words", none_means="the file's own, else v2"
+    )
+    tiktoken_num_special_tokens: int | None = flag(
+        None, help="special tokens before the ranks of TikTokenizer", unit="tokens", at_least=3, none_means="1000"
+    )
+    tokenizer_special_tokens: tuple[str, ...] = flag(
+        (), help="names of the first special tokens of TikTokenizer, <unk>, <s> and </s> among them"
+    )
     reset_position_ids: bool = flag(False, help="count positions anew after each end of document")
     reset_attention_mask: bool = flag(False, help="no attention across an end of document")
     eod_mask_loss: bool = flag(False, help="no loss on end-of-document tokens")

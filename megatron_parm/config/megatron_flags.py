@@ -85,6 +85,7 @@ _OLD_NAMES: dict[str, Entry] = {
     "--use-checkpoint-lr-scheduler": Spelling("use_checkpoint_opt_param_scheduler"),
     "--use-checkpoint-opt-param-scheduler": Spelling("use_checkpoint_opt_param_scheduler"),
     "--local_rank": Spelling("local_rank"),
+    "--tiktoken-special-tokens": Spelling("tokenizer_special_tokens"),
     "--expert-sharding-parallel-size": Spelling("expert_tensor_parallel_size"),
     "--pipeline-degree": Spelling("moe_pipeline_chunks"),
     "--moe-expert-parallel-size": Spelling("expert_model_parallel_size"),
@@ -269,7 +270,7 @@ _DATA: dict[str, Entry] = (
     _ignored("the corpus is memory-mapped and read as needed", "mmap-warmup")
     | _ignored("indices are built by one process", "num-dataset-builder-threads", "one")
     | _ignored("the mask is built on the device", "no-create-attention-mask-in-dataloader")
-    | _refused("not in this release; leave it out", "tiktoken-pattern sft sft-tokenizer-prompt-format")
+    | _refused("not in this release; leave it out", "sft sft-tokenizer-prompt-format")
     | _refused("not in this release; use 1", "sample-rate", harmless=("1", "1.0"))
     | _refused(_PREPROCESS, "input json-keys split-sentences keep-newlines append-eod lang output-prefix workers")
     | _refused(_PREPROCESS, "partitions keep-sequential-samples dataset-impl")

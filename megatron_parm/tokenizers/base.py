@@ -1,7 +1,7 @@
 """What every tokenizer offers, and the one repair that text needs before any of them. Floor 2."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,11 +19,19 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, before any padding."""
+        """Number of ids with the extra ones (--vocab-extra-ids), before any padding."""
 
     @property
     def eod(self) -> int:
         """The end-of-document id. Raises ConfigError naming the tokenizer and the missing token if there is none."""
+
+    @property
+    def unknown(self) -> int | None:
+        """The id that stands for what the vocabulary lacks; None if it lacks nothing."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The control tokens by name. Templates put them into a text by id; text itself never becomes one."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text, without an end-of-document id."""
@@ -44,6 +52,11 @@ def replace_lone_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return _SURROGATE.sub("\ufffd", text)
     return text
+
+
+def extra_id_names(count: int) -> list[str]:
+    """The names of the ids that --vocab-extra-ids adds."""
+    return [f"<extra_id_{number}>" for number in range(count)]
 
 
 def require_file(path: str | Path | None, flag: str, tokenizer_type: str) -> Path:

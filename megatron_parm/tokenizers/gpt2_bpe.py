@@ -19,12 +19,14 @@ class GPT2BPETokenizer:
     `<|endoftext|>` is known to `eod` alone: the same characters inside a document are encoded as plain text.
     """
 
-    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+    def __init__(self, vocab_file: Path, merge_file: Path, extra_ids: int = 0) -> None:
         self.name = f"GPT2BPETokenizer ({vocab_file})"
         vocabulary = _read_vocabulary(vocab_file)
         merges = _read_merges(merge_file, vocabulary, vocab_file)
-        self.vocab_size = len(vocabulary)
+        self.vocab_size = len(vocabulary) + extra_ids
         self._eod = vocabulary.get(END_OF_TEXT)
+        self.special_tokens = {} if self._eod is None else {END_OF_TEXT: self._eod}
+        self.unknown: int | None = None  # every byte is known
         self._engine = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges))
         self._engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._engine.decoder = decoders.ByteLevel()

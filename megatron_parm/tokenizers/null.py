@@ -8,11 +8,13 @@ from megatron_parm.errors import DataError
 class NullTokenizer:
     """`"3 4"` is [3, 4]. Ids 0..numbers-1 are text; one more id, `numbers`, is the end of a document."""
 
-    def __init__(self, numbers: int) -> None:
+    def __init__(self, numbers: int, extra_ids: int = 0) -> None:
         self.name = f"NullTokenizer (--vocab-size {numbers})"
         self._numbers = numbers
-        self.vocab_size = numbers + 1
+        self.vocab_size = numbers + 1 + extra_ids
         self.eod = numbers
+        self.special_tokens: dict[str, int] = {}
+        self.unknown: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """The numbers in `text`. Raises DataError for anything else, and for a number outside the vocabulary."""

@@ -96,7 +96,7 @@ def join_ranks(config: RunConfig, environment: LaunchEnvironment, log: Log) -> t
 
 
 def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer of the flags, and the vocabulary with its extra ids, before padding."""
+    """The tokenizer of the flags, and its vocabulary with its extra ids, before padding."""
     data = config.data
     tokenizer = build_tokenizer(
         data.tokenizer_type,
@@ -104,8 +104,12 @@ def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
         merge_file=data.merge_file,
         tokenizer_model=data.tokenizer_model,
         vocab_size=data.vocab_size,
+        vocab_extra_ids=data.vocab_extra_ids,
+        tiktoken_pattern=data.tiktoken_pattern,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
+        tokenizer_special_tokens=data.tokenizer_special_tokens,
     )
-    return tokenizer, tokenizer.vocab_size + data.vocab_extra_ids
+    return tokenizer, tokenizer.vocab_size
 
 
 def make_model(

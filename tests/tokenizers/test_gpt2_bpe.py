@@ -12,6 +12,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from megatron_parm.errors import ConfigError, DataError
 from megatron_parm.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from tests.tokenizers.hard_text import hard_text
 
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
@@ -32,6 +33,18 @@ def test_ids_equal_tiktoken_on_real_text(ours, judge) -> None:
     text = "\n".join(topics[name] for name in sorted(topics)[:40])
     assert ours.encode(text) == judge.encode(text, disallowed_special=())
     assert ours.vocab_size == 50257 and ours.eod == 50256
+
+
+def test_ids_equal_tiktoken_on_hard_text(ours, judge) -> None:
+    count = 0
+    for text in hard_text(400, seed=0):
+        ids = ours.encode(text)
+        assert ids == judge.encode(text, disallowed_special=()), text[:200]
+        assert ours.decode(ids) == judge.decode(ids) == text
+        count += len(ids)
+    assert count > 20_000
+    for text in ("\ud83d x", "a\udc00", "\ud800\ud800", "\x00\udfff\x00"):  # lone surrogates
+        assert ours.encode(text) == judge.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def test_ids_equal_tiktoken_and_text_comes_back_for_any_text(ours, judge) -> None:

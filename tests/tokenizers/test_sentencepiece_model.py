@@ -8,6 +8,7 @@ import sentencepiece
 
 from megatron_parm.errors import ConfigError, DataError
 from megatron_parm.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from tests.tokenizers.hard_text import hard_text
 
 
 def train(path, **options):
@@ -31,6 +32,29 @@ def test_ids_are_the_models_own(model_file) -> None:
     text = "The statement is executed, then the suite."
     assert ours.encode(text) == judge.encode(text) == ours.encode_batch([text, "x"])[0]
     assert ours.vocab_size == 400 and ours.eod == judge.eos_id() == judge.piece_to_id("</s>")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_241114.model.v7"])
+def test_ids_and_text_of_a_real_model(mistral_models, name) -> None:
+    path = mistral_models / name
+    judge = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours, llama = SentencePieceTokenizer(path), SentencePieceTokenizer(path, adds_begin=True)
+    count = 0
+    for text in hard_text(200, seed=6):
+        ids = judge.encode(text)
+        assert ours.encode(text) == ids == ours.encode_batch([text])[0]
+        assert llama.encode(text) == [judge.bos_id(), *ids] == llama.encode_batch([text])[0]
+        assert ours.decode(ids) == llama.decode([1, *ids]) == judge.decode(ids)
+        count += len(ids)
+    assert count > 20_000
+    assert ours.vocab_size == judge.vocab_size() and ours.eod == judge.eos_id() == 2
+    assert ours.special_tokens["</s>"] == 2 and ours.unknown == judge.unk_id()
+    assert SentencePieceTokenizer(path, extra_ids=7).vocab_size == judge.vocab_size() + 7
+
+
+def test_a_model_without_a_begin_cannot_be_llamas(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"Llama2Tokenizer .*bos_id -1"):
+        SentencePieceTokenizer(train(tmp_path / "no_bos.model", bos_id=-1), adds_begin=True)
 
 
 @pytest.mark.parametrize("text", ["a\n\nb  c", "say </s> twice", "Caf\u00e9", "  two"])
