@@ -111,7 +111,7 @@ def test_a_padded_vocabulary_is_kept_where_it_can_be_cut(corpus: str) -> None:
 
 def test_extra_ids_enlarge_the_vocabulary(corpus: str) -> None:
     tokenizer, vocab_size = make_tokenizer(_config(flags(corpus, "--vocab-extra-ids 5")))
-    assert (tokenizer.vocab_size, vocab_size) == (31, 36)
+    assert (tokenizer.eod, tokenizer.vocab_size, vocab_size) == (30, 36, 36)
 
 
 def test_the_schedules_are_those_of_the_flags(corpus: str) -> None:
