@@ -72,7 +72,6 @@ _NOT_LOGGED = "not in this release; nothing else changes"
 _ALWAYS_LOGGED = "TensorBoard always gets it"
 _ONE_STAGE = "pipeline stages are not in this release; use tensor and expert parallelism"
 _NOT_YET = "not in this release; leave it out"
-_BERT = "BERT is not in this release; leave it out for a GPT"
 _SHARDED = "not in this release; shard the model with --tensor-model-parallel-size and the expert sizes"
 _PREPROCESS = "a flag of tools/preprocess_data.py, not of a training run"
 
@@ -118,7 +117,6 @@ _MODEL: dict[str, Entry] = (
     )
     | _refused("not in this release; the residual is taken before the norm", "apply-residual-connection-post-layernorm")
     | _refused("a model layout cannot be given as code; use the model's flags", "spec")
-    | _refused(_BERT, "bert-no-binary-head mask-prob short-seq-prob bert-layout")
     | _refused(
         "not in this release; every data-parallel rank starts with the same weights", "data-parallel-random-init"
     )

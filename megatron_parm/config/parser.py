@@ -10,9 +10,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_parm import __version__
+from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checks import remarks
 from megatron_parm.config.config_file import Takes, did_you_mean, words_of_file
 from megatron_parm.config.fields import Flag, flags_of
@@ -22,9 +23,11 @@ from megatron_parm.config.run import SECTIONS, RunConfig, run_from_sections
 from megatron_parm.errors import ConfigError
 
 S = TypeVar("S")
+ModelKind = Literal["GPT", "BERT"]
 
 _NARGS: dict[Takes, int | str | None] = {"nothing": 0, "one": None, "several": "*", "anything": "*"}
 _TAKES: dict[str, Takes] = {"none": "nothing", "one": "one", "any": "anything"}
+_FOR_BERT = "a flag of pretrain_bert.py; leave it out for a GPT"
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -262,10 +265,18 @@ def parse_into(argv: Sequence[str] | None, classes: Sequence[type], *, prog: str
     return read_settings(build_parser(classes, prog=prog), argv, classes).sections
 
 
-def parse_run_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> tuple[RunConfig, list[str]]:
+def parse_run_config(
+    argv: Sequence[str] | None = None, *, prog: str | None = None, model: ModelKind = "GPT"
+) -> tuple[RunConfig, list[str]]:
     """A whole run's settings and the notes to print once. Raises ConfigError; `--help` and `--version` exit."""
-    classes = tuple(SECTIONS.values())
-    parser = build_parser(classes, prog=prog, description="Train a GPT with or without experts.", knows_megatron=True)
+    classes = tuple(owner for owner in SECTIONS.values() if model == "BERT" or owner is not BertConfig)
+    text = f"Train a {model} with or without experts."
+    parser = build_parser(classes, prog=prog, description=text, knows_megatron=True)
+    if model == "GPT":
+        for flag in flags_of(BertConfig):
+            parser.learn(
+                parser, flag.spelling, _TableAction, "anything", const=Refused(_FOR_BERT), help=argparse.SUPPRESS
+            )
     settings = read_settings(parser, argv, classes)
     config = run_from_sections(settings.sections)
     return config, [*settings.notes, *remarks(config.checkpoint, config.model, config.parallel, config.moe)]

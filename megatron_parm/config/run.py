@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_parm.config import checks
+from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
+from megatron_parm.config.checks_bert import check_bert
 from megatron_parm.config.checks_data import check_data
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.fields import Flag, check_fields, flags_of, nearest_names
@@ -24,6 +26,7 @@ from megatron_parm.errors import ConfigError
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
+    "bert": BertConfig,
     "moe": MoEConfig,
     "parallel": ParallelConfig,
     "data": DataConfig,
@@ -36,9 +39,10 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a training run is told. `moe` is None for a dense model."""
+    """Everything a training run is told. `moe` is None for a dense model, `bert` for a GPT."""
 
     model: ModelConfig
+    bert: BertConfig | None = None
     moe: MoEConfig | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig
@@ -100,6 +104,8 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_optim(config.optim)
     check_data(config.data)
     checks.check_checkpoint(config.checkpoint)
+    if config.bert is not None:
+        check_bert(config.model, config.data)
 
 
 def resolve(config: RunConfig, world: int) -> RunConfig:
@@ -140,6 +146,9 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
         if owner is MoEConfig and not values.get("num_experts"):
             sections[owner] = None
             continue
+        if owner is BertConfig and "bert_layout" not in values:
+            sections[owner] = None
+            continue
         mine = {flag.field: _plain(flag, values[flag.field]) for flag in flags_of(owner) if flag.field in values}
         missing = [flag.spelling for flag in flags_of(owner) if flag.is_required and flag.field not in mine]
         if missing:
@@ -149,8 +158,8 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def run_from_sections(sections: Mapping[type, Any]) -> RunConfig:
-    """Join the sections by class."""
-    return RunConfig(**{name: sections[owner] for name, owner in SECTIONS.items()})
+    """Join the sections by class; a GPT has no BertConfig."""
+    return RunConfig(**{name: sections.get(owner) for name, owner in SECTIONS.items()})
 
 
 def fingerprint(config: RunConfig) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -63,13 +64,47 @@ class SplitSummary:
 
 
 @dataclass(frozen=True)
+class SplitPart:
+    """The units [start, stop) of one source, which are those of one split: sequences of a GPT, documents of a BERT."""
+
+    prefix: str
+    source: TokenSource
+    split_name: str
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The part in the user's words."""
+        return f"the {self.split_name} split of {self.source.name}"
+
+    def facts(self) -> dict[str, object]:
+        """What an index of this part depends on, for the cache."""
+        files = {"prefix": MOCK} if self.prefix == MOCK else file_facts(self.prefix)
+        return {"range": [self.start, self.stop], **files}
+
+
+class SampleMaker(Protocol):
+    """What a kind of model makes of a split."""
+
+    def num_units(self, source: TokenSource) -> int:
+        """Of what --split gives parts."""
+
+    def samples_per_epoch(self, part: SplitPart) -> int:
+        """Samples of one pass over the part."""
+
+    def make(self, part: SplitPart, request: int | None, cache: IndexCache) -> tuple[SampleSource, object]:
+        """The dataset with at least `request` samples (None: one epoch), and a summary that prints in one line."""
+
+
+@dataclass(frozen=True)
 class GPTDatasets:
     """The datasets of the splits that samples were asked of, one summary per source and split, and what to tell."""
 
     train: SampleSource | None
     valid: SampleSource | None
     test: SampleSource | None
-    summaries: tuple[SplitSummary, ...]
+    summaries: tuple[object, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -101,8 +136,21 @@ def build_gpt_datasets(
     Raises ConfigError for flags that do not fit together and an empty split, DataError for a damaged file, a token id
     outside the vocabulary, and data too short for one sample.
     """
+    return build_splits(GPTSamples(rules), rules, data_path, requests, split, paths_by_split, mock_data)
+
+
+def build_splits(
+    samples: SampleMaker,
+    rules: GPTDataRules,
+    data_path: Sequence[str],
+    requests: Sequence[int | None],
+    split: str,
+    paths_by_split: Sequence[Sequence[str]] = ((), (), ()),
+    mock_data: bool = False,
+) -> GPTDatasets:
+    """Train, valid and test of the samples that `samples` makes; everything else as `build_gpt_datasets`."""
     _check_paths(data_path, paths_by_split, mock_data)
-    builder = _Builder(rules)
+    builder = _Builder(rules, samples)
     built: list[SampleSource | None] = [None, None, None]
     notes = []
     for number, name in enumerate(SPLIT_NAMES):
@@ -122,12 +170,45 @@ def build_gpt_datasets(
     return GPTDatasets(built[0], built[1], built[2], tuple(builder.summaries), tuple(notes))
 
 
-class _Builder:
-    """Opens each source once and notes what every dataset holds."""
+class GPTSamples:
+    """Windows of the joined sequences of a split; see `SampleMaker`."""
 
     def __init__(self, rules: GPTDataRules) -> None:
         self.rules = rules
-        self.summaries: list[SplitSummary] = []
+
+    def num_units(self, source: TokenSource) -> int:
+        """Sequences of the source."""
+        return len(source.lengths)
+
+    def samples_per_epoch(self, part: SplitPart) -> int:
+        """Windows of the part."""
+        return plan_epochs(self._tokens(part), self.rules.sequence_length, None, part.name).samples_per_epoch
+
+    def make(self, part: SplitPart, request: int | None, cache: IndexCache) -> tuple[SampleSource, SplitSummary]:
+        """The dataset and its summary; the indices come from the cache or go into it."""
+        length, seed = self.rules.sequence_length, self.rules.seed
+        tokens = self._tokens(part)
+        plan = plan_epochs(tokens, length, request, part.name)
+        facts = part.facts() | {"sequence_length": length, "seed": seed, "samples": plan.requested}
+        lengths, sequences = part.source.lengths, np.arange(part.start, part.stop)
+        arrays = cache.get_or_build(
+            "tokens", facts, lambda: dict(vars(build_token_index(lengths, sequences, plan, seed)))
+        )
+        index = TokenIndex(arrays["document"], arrays["sample"], arrays["shuffle"])
+        summary = SplitSummary(part.split_name, part.source.name, part.stop - part.start, tokens, plan)
+        return GPTDataset(part.source, index, length, self.rules.documents), summary
+
+    def _tokens(self, part: SplitPart) -> int:
+        return int(part.source.lengths[part.start : part.stop].sum(dtype=np.int64))
+
+
+class _Builder:
+    """Opens each source once and notes what every dataset holds."""
+
+    def __init__(self, rules: GPTDataRules, samples: SampleMaker) -> None:
+        self.rules = rules
+        self.samples = samples
+        self.summaries: list[object] = []
         self._opened: dict[str, TokenSource] = {}
 
     def blended(self, plan: BlendPlan, split: str, number: int, request: int | None) -> SampleSource:
@@ -148,21 +229,18 @@ class _Builder:
         )
         return BlendedDataset(datasets, plan.prefixes, BlendIndex(arrays["dataset"], arrays["sample"]))
 
-    def single(self, prefix: str, split: str, number: int, request: int | None) -> GPTDataset:
+    def single(self, prefix: str, split: str, number: int, request: int | None) -> SampleSource:
         """The dataset of one split of one source."""
+        dataset, summary = self.samples.make(self._part(prefix, split, number), request, self._cache(prefix))
+        self.summaries.append(summary)
+        return dataset
+
+    def _part(self, prefix: str, split: str, number: int) -> SplitPart:
         source = self._open(prefix)
-        start, stop = self._bounds(source, split, number)
-        length, seed = self.rules.sequence_length, self.rules.seed
-        tokens = int(source.lengths[start:stop].sum(dtype=np.int64))
-        plan = plan_epochs(tokens, length, request, f"the {SPLIT_NAMES[number]} split of {source.name}")
-        request_facts = {"range": [start, stop], "sequence_length": length, "seed": seed, "samples": plan.requested}
-        facts = request_facts | ({"prefix": MOCK} if prefix == MOCK else file_facts(prefix))
-        arrays = self._cache(prefix).get_or_build(
-            "tokens", facts, lambda: dict(vars(build_token_index(source.lengths, np.arange(start, stop), plan, seed)))
-        )
-        index = TokenIndex(arrays["document"], arrays["sample"], arrays["shuffle"])
-        self.summaries.append(SplitSummary(SPLIT_NAMES[number], source.name, stop - start, tokens, plan))
-        return GPTDataset(source, index, length, self.rules.documents)
+        count = self.samples.num_units(source)
+        bounds = split_bounds(parse_split(split), count, self.rules.split_rounding)[number]
+        require_sequences(bounds, SPLIT_NAMES[number], split, source.name, count)
+        return SplitPart(prefix, source, SPLIT_NAMES[number], *bounds)
 
     def _open(self, prefix: str) -> TokenSource:
         if prefix not in self._opened:
@@ -175,20 +253,9 @@ class _Builder:
                 self._opened[prefix] = dataset
         return self._opened[prefix]
 
-    def _bounds(self, source: TokenSource, split: str, number: int) -> tuple[int, int]:
-        count = len(source.lengths)
-        bounds = split_bounds(parse_split(split), count, self.rules.split_rounding)[number]
-        require_sequences(bounds, SPLIT_NAMES[number], split, source.name, count)
-        return bounds
-
     def _size_weights(self, prefixes: Sequence[str], split: str, number: int) -> tuple[float, ...]:
         """Weights in proportion to the samples of one epoch."""
-        sizes = []
-        for prefix in prefixes:
-            source = self._open(prefix)
-            start, stop = self._bounds(source, split, number)
-            tokens = int(source.lengths[start:stop].sum(dtype=np.int64))
-            sizes.append(plan_epochs(tokens, self.rules.sequence_length, None, source.name).samples_per_epoch)
+        sizes = [self.samples.samples_per_epoch(self._part(prefix, split, number)) for prefix in prefixes]
         return tuple(size / sum(sizes) for size in sizes)
 
     def _cache(self, prefix: str) -> IndexCache:

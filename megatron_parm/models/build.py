@@ -9,7 +9,8 @@ from megatron_parm.config.run import RunConfig
 from megatron_parm.layers.feed_forward import Activation, gates_of
 from megatron_parm.layers.initialise import Initialiser, initialise_weights
 from megatron_parm.layers.rotary import RotaryShape
-from megatron_parm.models.block import make_feed_forward
+from megatron_parm.models.bert import BertModel
+from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.moe.choose import Choice, choose
@@ -34,7 +35,7 @@ ACTIVATIONS: dict[str, Activation] = {
 class BuiltModel:
     """A model with initial weights, and what the trainer needs of its MoE layers (none in a dense model)."""
 
-    model: GPTModel
+    model: GPTModel | BertModel
     choice: Choice | None
     balance_scale: BackwardScale
     record: RoutingRecord
@@ -69,6 +70,54 @@ def build_gpt(
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
     scale, record = BackwardScale(), RoutingRecord()
+    feed_forward = feed_forward_maker(config, shape, choice, scale, record, ctx)
+    model = GPTModel(shape, feed_forward, tp=ctx.tp, generator=generator, dtype=dtype, device=ctx.device)
+    initialise_weights(model, config.training.seed)
+    return BuiltModel(model, choice, scale, record)
+
+
+def build_bert(
+    config: RunConfig,
+    vocab_size: int,
+    padded_vocab_size: int,
+    ctx: ParallelContext,
+    generator: torch.Generator,
+    cost_model: CostModel = PUBLISHED,
+) -> BuiltModel:
+    """The BERT of a resolved `config`; everything else as `build_gpt`."""
+    assert config.bert is not None, "these are the settings of a GPT"
+    shape = replace(
+        model_shape(config, vocab_size, padded_vocab_size),
+        is_causal=False,
+        num_token_types=1 if config.bert.bert_no_binary_head else 2,
+        norm_placement="post" if config.bert.bert_layout == "original" else "pre",
+    )
+    dtype = DTYPES[config.training.precision]
+    choice = choose_schedule(config, ctx, cost_model)
+    scale, record = BackwardScale(), RoutingRecord()
+    model = BertModel(
+        shape,
+        feed_forward_maker(config, shape, choice, scale, record, ctx),
+        tp=ctx.tp,
+        generator=generator,
+        dtype=dtype,
+        device=ctx.device,
+        has_order_head=not config.bert.bert_no_binary_head,
+    )
+    initialise_weights(model, config.training.seed)
+    return BuiltModel(model, choice, scale, record)
+
+
+def feed_forward_maker(
+    config: RunConfig,
+    shape: ModelShape,
+    choice: Choice | None,
+    scale: BackwardScale,
+    record: RoutingRecord,
+    ctx: ParallelContext,
+) -> FeedForwardMaker:
+    """What makes each layer's feed-forward: dense, or of experts where the pattern of the settings has them."""
+    dtype = DTYPES[config.training.precision]
     pattern = config.moe_layers
 
     def feed_forward(layer: int, /) -> nn.Module:
@@ -77,9 +126,7 @@ def build_gpt(
         assert choice is not None
         return _moe_layer(config, shape, layer, choice, scale, record, ctx, dtype)
 
-    model = GPTModel(shape, feed_forward, tp=ctx.tp, generator=generator, dtype=dtype, device=ctx.device)
-    initialise_weights(model, config.training.seed)
-    return BuiltModel(model, choice, scale, record)
+    return feed_forward
 
 
 def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> ModelShape:

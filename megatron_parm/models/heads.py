@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.embedding import PositionEmbedding, VocabularyEmbedding
 from megatron_parm.layers.initialise import Initialiser, attach
+from megatron_parm.models.block import make_norm
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import Axis
@@ -20,7 +21,10 @@ def _vocabulary_initialiser(shape: ModelShape) -> Initialiser:
 
 
 class TokenEmbedding(nn.Module):
-    """Word rows, plus learned positions where the model has them, then dropout. Call on all ranks of tp."""
+    """Word rows, plus learned positions and segments where the model has them, then dropout. Call on all ranks of tp.
+
+    Where norms stand after sums, one stands before the dropout.
+    """
 
     def __init__(
         self, shape: ModelShape, *, tp: Axis, generator: torch.Generator, dtype: torch.dtype, device: torch.device
@@ -39,14 +43,25 @@ class TokenEmbedding(nn.Module):
             self.position_embeddings = PositionEmbedding(
                 shape.max_positions, shape.hidden_size, initialiser=shape.initialiser, dtype=dtype, device=device
             )
+        self.tokentype_embeddings: PositionEmbedding | None = None
+        if shape.num_token_types:
+            self.tokentype_embeddings = PositionEmbedding(
+                shape.num_token_types, shape.hidden_size, initialiser=shape.initialiser, dtype=dtype, device=device
+            )
+        self.layernorm: nn.Module = nn.Identity()
+        if shape.norm_placement == "post":
+            self.layernorm = make_norm(shape, dtype=dtype, device=device)
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """[b, s] each -> [s, b, h], identical on tp."""
+    def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """[b, s] each -> [s, b, h], identical on tp. Without `token_types` all tokens are of the first segment."""
         x = self.word_embeddings(tokens.t())  # [s, b, h]
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(position_ids.t())
-        output: Tensor = self.dropout(x)
+        if self.tokentype_embeddings is not None:
+            types = torch.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.tokentype_embeddings(types.t())
+        output: Tensor = self.dropout(self.layernorm(x))
         return output
 
 

@@ -10,6 +10,7 @@ from megatron_parm.layers.norm import NormKind
 from megatron_parm.layers.rotary import RotaryShape
 
 Positions = Literal["learned_absolute", "rope", "none"]
+NormPlacement = Literal["pre", "post"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class ModelShape:
 
     `padded_vocab_size` rows are held, `vocab_size` of them are words. `residual_is_normed` takes the residual after the
     norm (`--apply-residual-connection-post-layernorm`). `norm_is_zero_centred` is `--apply-layernorm-1p`.
+    `norm_placement` "post" normalises after each sum and after the embedding, and no more at the end, as BERT of 2018.
+    `num_token_types` segments have an embedding of their own; 0 for none.
     """
 
     num_layers: int
@@ -39,6 +42,8 @@ class ModelShape:
     has_qkv_bias: bool = True
     has_norm_of_heads: bool = False
     residual_is_normed: bool = False
+    norm_placement: NormPlacement = "pre"
+    num_token_types: int = 0
     ties_embeddings: bool = True
     is_causal: bool = True
     hidden_dropout: float = 0.1

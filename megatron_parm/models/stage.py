@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megatron_parm.layers.rotary import make_rotation
 from megatron_parm.models.block import FeedForwardMaker, TransformerBlock, make_norm
+from megatron_parm.models.post_norm import PostNormBlock
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
 
@@ -28,11 +29,12 @@ class TransformerStage(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
+        make_block = PostNormBlock if shape.norm_placement == "post" else TransformerBlock
         self.layers = nn.ModuleDict()
         for layer in layers:
-            block = TransformerBlock(shape, feed_forward(layer), tp=tp, generator=generator, dtype=dtype, device=device)
+            block = make_block(shape, feed_forward(layer), tp=tp, generator=generator, dtype=dtype, device=device)
             self.layers[str(layer)] = block
-        is_last = layers.stop == shape.num_layers
+        is_last = layers.stop == shape.num_layers and shape.norm_placement == "pre"
         self.final_layernorm: nn.Module = make_norm(shape, dtype=dtype, device=device) if is_last else nn.Identity()
 
     def forward(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

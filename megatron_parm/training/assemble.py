@@ -10,12 +10,11 @@ import torch
 from megatron_parm.checkpoint.save import layout_of
 from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve
 from megatron_parm.data.batches import Batch, micro_batches
-from megatron_parm.data.build import GPTDataRules, GPTDatasets, build_gpt_datasets, split_requests
-from megatron_parm.data.data_paths import read_data_paths
-from megatron_parm.data.gpt_dataset import DocumentRules, SampleSource
+from megatron_parm.data.build import GPTDatasets, split_requests
+from megatron_parm.data.gpt_dataset import SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.models.build import BuiltModel, build_gpt
+from megatron_parm.models.build import BuiltModel
 from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.flops import TransformerShape
 from megatron_parm.observe.log import Log
@@ -34,7 +33,9 @@ from megatron_parm.pipeline.micro_batches import BatchPlan
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_parm.training.cost_model import cost_model_for
-from megatron_parm.training.objective import NEXT_TOKEN, Objective
+from megatron_parm.training.family import ModelFamily
+from megatron_parm.training.gpt_family import GPT
+from megatron_parm.training.objective import Objective
 from megatron_parm.training.progress_state import RunProgress
 
 
@@ -118,6 +119,7 @@ def make_model(
     ctx: ParallelContext,
     saved_rows: int | None = None,
     cost_model: CostModel = PUBLISHED,
+    family: ModelFamily = GPT,
 ) -> tuple[BuiltModel, RandomStates, int]:
     """The model with initial weights, its random streams, and the padded vocabulary.
 
@@ -130,7 +132,7 @@ def make_model(
     if saved_rows is not None and saved_rows >= vocab_size and saved_rows % ctx.tp.size == 0:
         padded = saved_rows
     random_states = RandomStates(config.training.seed, ctx)
-    built = build_gpt(config, vocab_size, padded, ctx, random_states.replicated, cost_model)
+    built = family.build_model(config, vocab_size, padded, ctx, random_states.replicated, cost_model)
     return built, random_states, padded
 
 
@@ -141,6 +143,7 @@ def assemble(
     *,
     saved_rows: int | None = None,
     start: RunProgress | None = None,
+    family: ModelFamily = GPT,
 ) -> Assembly:
     """Everything of a run but what its checkpoint holds. `config` is resolved. Call on all ranks.
 
@@ -150,13 +153,14 @@ def assemble(
     training = config.training
     plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size)
     schedule = on_all_ranks(ctx.world, lambda: make_schedule(config))
-    datasets = on_all_ranks(ctx.world, lambda: _datasets(config, tokenizer, vocab_size, start or RunProgress()))
+    requests = _requests(config, start or RunProgress())
+    datasets = on_all_ranks(ctx.world, lambda: family.build_datasets(config, tokenizer, vocab_size, requests))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
     for note in datasets.notes:
         log.say(f" > {note}")
     cost_model = cost_model_for(config, ctx, log)
-    built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows, cost_model)
+    built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows, cost_model, family)
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
     optim = config.optim
     optimizer = build_optimizer(
@@ -174,13 +178,13 @@ def assemble(
         tokenizer=tokenizer,
         plan=plan,
         schedule=schedule,
-        objective=NEXT_TOKEN,
+        objective=family.objective(config),
         datasets=datasets,
         built=built,
         buffers=buffers,
         optimizer=optimizer,
         random_states=random_states,
-        flop_shape=_flop_shape(config, padded),
+        flop_shape=_flop_shape(config, padded, is_causal=family.is_causal),
     )
 
 
@@ -224,23 +228,9 @@ def named_layout(ctx: ParallelContext) -> dict[str, int]:
     return {name: sizes[name] for name in ("world", "tp", "pp", "ep", "esp", "dp", "edp")}
 
 
-def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: RunProgress) -> GPTDatasets:
-    data, training = config.data, config.training
-    needs_eod = data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
-    rules = GPTDataRules(
-        sequence_length=data.seq_length,
-        seed=training.seed,
-        vocab_size=vocab_size,
-        documents=DocumentRules(
-            eod=tokenizer.eod if needs_eod else None,
-            eod_mask_loss=data.eod_mask_loss,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-        ),
-        split_rounding="classic" if data.split_rounding == "classic" else "core",
-        data_cache_path=data.data_cache_path,
-        maps_tokens=not data.no_mmap_bin_files,
-    )
+def _requests(config: RunConfig, start: RunProgress) -> tuple[int, int, int]:
+    """Samples of train, valid and test."""
+    training = config.training
     train, *held_out = split_requests(
         config.global_batch_size,
         training.eval_interval,
@@ -251,18 +241,10 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, start: R
     # after a resume with a smaller global batch more samples are behind than so many iterations of today's size
     to_come = max(0, config.train_iterations - start.iteration) * config.global_batch_size
     train = 0 if training.skip_train else max(train, start.consumed_train_samples + to_come)
-    paths = read_data_paths(
-        data.data_path,
-        (data.train_data_path, data.valid_data_path, data.test_data_path),
-        data_args_path=data.data_args_path,
-        per_split_data_args_path=data.per_split_data_args_path,
-    )
-    return build_gpt_datasets(
-        paths.whole, (train, *held_out), rules, data.split, paths.by_split, mock_data=data.mock_data
-    )
+    return train, held_out[0], held_out[1]
 
 
-def _flop_shape(config: RunConfig, vocabulary_rows: int) -> TransformerShape:
+def _flop_shape(config: RunConfig, vocabulary_rows: int, *, is_causal: bool) -> TransformerShape:
     model, moe = config.model, config.moe
     return TransformerShape(
         num_layers=model.num_layers,
@@ -274,6 +256,7 @@ def _flop_shape(config: RunConfig, vocabulary_rows: int) -> TransformerShape:
         seq_length=config.data.seq_length,
         vocabulary_rows=vocabulary_rows,
         is_gated=model.activation == "swiglu",
+        is_causal=is_causal,
         num_moe_layers=sum(config.moe_layers),
         moe_ffn_hidden_size=config.expert_size,
         moe_topk=moe.moe_router_topk if moe else 0,

@@ -17,6 +17,8 @@ from megatron_parm.parallel import failures, launch
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.assemble import assemble, join_ranks
+from megatron_parm.training.family import ModelFamily
+from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, open_checkpoint, vocabulary_rows
 from megatron_parm.training.trainer import Trainer
@@ -68,32 +70,37 @@ def _report_unexpected(error: Exception, environment: LaunchEnvironment) -> int:
     return EXIT_UNEXPECTED
 
 
-def pretrain(argv: Sequence[str] | None = None) -> int:
-    """Parse the flags, train, and return the exit code of this worker."""
+def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT) -> int:
+    """Parse the flags, train a model of `family`, and return the exit code of this worker."""
 
     def work(environment: LaunchEnvironment) -> None:
-        config, notes = parse_run_config(argv)
+        config, notes = parse_run_config(argv, model=family.kind)
         log = Log(environment.rank, write=write_above_bars) if is_terminal(sys.stderr) else Log(environment.rank)
         for note in notes:
             log.warn(note)
         config, ctx = join_ranks(config, environment, log)
         saved = open_checkpoint(config, ctx, log)
         with _recorder(config, log) as recorder:
-            make_trainer(config, ctx, log, recorder, saved).train()
+            make_trainer(config, ctx, log, recorder, saved, family).train()
         launch.shutdown(ctx)
 
     return guarded(work)
 
 
 def make_trainer(
-    config: RunConfig, ctx: ParallelContext, log: Log, recorder: Recorder, saved: SavedRun | None
+    config: RunConfig,
+    ctx: ParallelContext,
+    log: Log,
+    recorder: Recorder,
+    saved: SavedRun | None,
+    family: ModelFamily = GPT,
 ) -> Trainer:
     """A trainer at its start, or where `saved` left off. Call on all ranks."""
     if saved is None:
-        return Trainer(assemble(config, ctx, log), recorder)
+        return Trainer(assemble(config, ctx, log, family=family), recorder)
     start = RunProgress() if config.checkpoint.finetune else saved.progress
     trainer = Trainer(
-        assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start),
+        assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start, family=family),
         recorder,
     )
     trainer.resume(saved)

@@ -35,6 +35,8 @@ VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 # settings that change what the saved tensors mean; the others may differ between a run and its resume
 FIXED_SETTINGS = (
     *(name for name in ModelConfig.__dataclass_fields__ if "dropout" not in name and "init_method" not in name),
+    "bert_layout",
+    "bert_no_binary_head",
     "num_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",
@@ -43,7 +45,16 @@ FIXED_SETTINGS = (
     "tokenizer_type",
 )
 # those that also fix the samples and their order, in which a run goes on
-DATA_ORDER_SETTINGS = ("seq_length", "seed", "split", "split_rounding", "dataloader_type", "mock_data")
+DATA_ORDER_SETTINGS = (
+    "seq_length",
+    "seed",
+    "split",
+    "split_rounding",
+    "dataloader_type",
+    "mock_data",
+    "mask_prob",
+    "short_seq_prob",
+)
 SPELLINGS = {name: "--" + name.replace("_", "-") for name in (*FIXED_SETTINGS, *DATA_ORDER_SETTINGS)}
 # a default that stands for "not given" may be spelled out by one of the two runs
 LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)

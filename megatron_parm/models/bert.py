@@ -1,0 +1,105 @@
+"""BERT: an encoder that sees both sides, trained on masked words and on the order of two segments. Floor 6.
+
+Source: Devlin et al. 2018; Shoeybi et al. 2019, section 5.3 (the pre-norm layout). Names as in Megatron-Core.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parm.layers.cross_entropy import vocabulary_cross_entropy
+from megatron_parm.models.bert_heads import Pooler, WholeLinear, WordBias, WordHead, order_loss
+from megatron_parm.models.block import FeedForwardMaker
+from megatron_parm.models.heads import TokenEmbedding, output_logits
+from megatron_parm.models.shape import ModelShape
+from megatron_parm.models.stage import TransformerStage
+from megatron_parm.parallel.context import Axis
+from megatron_parm.shapes import expect_shape
+
+
+@dataclass(frozen=True)
+class BertOutput:
+    """Of both heads: logits [s, b, V/tp] and [b, 2], or with labels losses [b, s] and [b].
+
+    `order` is None where the model has no head for it.
+    """
+
+    words: Tensor
+    order: Tensor | None
+
+
+class BertModel(nn.Module):
+    """Embedding, blocks `layers`, heads; `layers` decides whether this is the first, the last or the only stage.
+
+    Weights are uninitialised: call `initialise_weights`. A last stage that is not the first holds a copy of the word
+    embedding under the same name; the gradients of both are to be summed. `generator` is the stream of dropout on
+    activations that are identical on tp. `has_order_head`: two segments, and a head for their order.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        feed_forward: FeedForwardMaker,
+        *,
+        tp: Axis,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_order_head: bool = True,
+    ) -> None:
+        super().__init__()
+        assert not shape.is_causal and shape.ties_embeddings
+        self.shape, self.tp = shape, tp
+        self.embedding = TokenEmbedding(shape, tp=tp, generator=generator, dtype=dtype, device=device)
+        self.encoder = TransformerStage(
+            shape, range(shape.num_layers), feed_forward, tp=tp, generator=generator, dtype=dtype, device=device
+        )
+        self.lm_head = WordHead(shape, dtype=dtype, device=device)
+        self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
+        self.pooler: Pooler | None = None
+        self.binary_head: WholeLinear | None = None
+        if has_order_head:
+            self.pooler = Pooler(shape, dtype=dtype, device=device)
+            self.binary_head = WholeLinear(
+                shape.hidden_size, 2, initialiser=shape.initialiser, dtype=dtype, device=device
+            )
+
+    def encode(self, tokens: Tensor, padding_mask: Tensor, token_types: Tensor | None) -> Tensor:
+        """Tokens, mask (1 or True where there is text) and segments [b, s] -> hidden states [s, b, h].
+
+        No position attends to padding; what stands at padding itself means nothing.
+        """
+        batch, length = tokens.shape
+        expect_shape(padding_mask, "b s", b=batch, s=length)
+        position_ids = torch.arange(length, device=tokens.device).expand(batch, length)
+        hidden = self.embedding(tokens, position_ids, token_types)  # [s, b, h]
+        is_padding = padding_mask == 0
+        output: Tensor = self.encoder(hidden, position_ids, is_padding[:, None, None, :])  # [s, b, h]
+        return output
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding_mask: Tensor,
+        token_types: Tensor | None = None,
+        labels: Tensor | None = None,
+        is_random: Tensor | None = None,
+    ) -> BertOutput:
+        """Logits, or with `labels` [b, s] and `is_random` [b] the losses, in float32 (float64 stays).
+
+        Everything else [b, s]. Call on all ranks of tp.
+        """
+        hidden = self.encode(tokens, padding_mask, token_types)  # [s, b, h]
+        logits = output_logits(self.lm_head(hidden), self.embedding.word_embeddings.weight, self.tp)  # [s, b, V/tp]
+        logits = logits + self.output_layer.bias
+        order: Tensor | None = None
+        if self.pooler is not None and self.binary_head is not None:
+            order = self.binary_head(self.pooler(hidden))  # [b, 2]
+        if labels is None:
+            return BertOutput(logits, order)
+        loss = vocabulary_cross_entropy(logits, labels.t(), vocab_size=self.shape.vocab_size, tp=self.tp)  # [s, b]
+        if order is not None:
+            assert is_random is not None, "a model with an order head needs its labels"
+            order = order_loss(order, is_random)  # [b]
+        return BertOutput(loss.t(), order)
