@@ -20,6 +20,7 @@ from megatron_parm.checkpoint.load import read_state
 from megatron_parm.config import checks
 from megatron_parm.config.run import RunConfig, from_dict
 from megatron_parm.errors import ConfigError
+from megatron_parm.models.gpt import GPTModel
 from megatron_parm.parallel import launch
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.parallel.context import ParallelContext
@@ -56,6 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def for_sampling(config: RunConfig, flags: argparse.Namespace, world: int) -> RunConfig:
     """The checkpoint's configuration on the layout of the flags, dropping no token. Raises ConfigError."""
+    if config.bert is not None:
+        raise ConfigError(f"--load {flags.load}: this is a BERT, which fills gaps and writes no text; load a GPT")
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=flags.tensor_model_parallel_size,
@@ -85,6 +88,7 @@ def sample(flags: argparse.Namespace, rules: SamplingRules, ctx: ParallelContext
     check_vocabulary(vocab_size, config.data.tokenizer_type, state)
     built, _, _ = make_model(config, vocab_size, ctx, vocabulary_rows(checkpoint))
     load_named(checkpoint, model_tensors(built), ctx, ignored_prefixes=(OPTIMIZER,))
+    assert isinstance(built.model, GPTModel), "the settings are those of a GPT"
     for prompt in flags.prompt or [""]:
         given = tokenizer.encode(prompt)
         for ids in generate(built.model, given, flags.num_samples, rules, tokenizer.eod):

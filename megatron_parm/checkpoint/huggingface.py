@@ -30,7 +30,7 @@ def _same(tensors: Sequence[Tensor], _groups: int) -> Tensor:
 
 def _fused(tensors: Sequence[Tensor], groups: int) -> Tensor:
     """Rows of q, k and v in our order: for each group its query heads, then its key, then its value."""
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in tensors], dim=1).flatten(0, 1)
+    return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in tensors], dim=1).flatten(0, 1)
 
 
 def _with_ends(ours: str, *theirs: str, make: Make = _same) -> dict[str, Source]:

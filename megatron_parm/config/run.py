@@ -159,7 +159,8 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 def run_from_sections(sections: Mapping[type, Any]) -> RunConfig:
     """Join the sections by class; a GPT has no BertConfig."""
-    return RunConfig(**{name: sections.get(owner) for name, owner in SECTIONS.items()})
+    found: dict[str, Any] = {name: sections.get(owner) for name, owner in SECTIONS.items()}
+    return RunConfig(**found)
 
 
 def fingerprint(config: RunConfig) -> dict[str, str]:
