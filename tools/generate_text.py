@@ -64,6 +64,7 @@ def for_sampling(config: RunConfig, flags: argparse.Namespace, world: int) -> Ru
         tensor_model_parallel_size=flags.tensor_model_parallel_size,
         expert_model_parallel_size=flags.expert_model_parallel_size,
         expert_tensor_parallel_size=flags.expert_tensor_parallel_size,
+        sequence_parallel=False,  # a text grows by one token at a time
     )
     files = {name: given for name in TOKENIZER_FILES if (given := getattr(flags, name)) is not None}
     moe = config.moe

@@ -335,6 +335,8 @@ def remarks(
         found.append("--save-interval: no effect without --save")
     if model.num_query_groups != 1 and not model.group_query_attention:
         found.append("--num-query-groups: no effect without --group-query-attention")
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        found.append("--sequence-parallel: no effect with --tensor-model-parallel-size 1")
     if moe is None and parallel.expert_tensor_parallel_size is not None:
         found.append("--expert-tensor-parallel-size: no effect without --num-experts")
     return found

@@ -143,10 +143,6 @@ _TRAINING: dict[str, Entry] = (
         "cross-entropy-loss-fusion use-flash-attn no-persist-layer-norm no-gradient-accumulation-fusion",
     )
     | _ignored(_FUSED, "cross-entropy-fusion-impl", "one")
-    | _ignored(
-        "activations outside the tensor-parallel parts are kept whole on every rank, which only costs memory",
-        "sequence-parallel",
-    )
     | _ignored(_OVERLAP, "no-async-tensor-model-parallel-allreduce tp-comm-overlap delay-wgrad-compute")
     | _ignored(_OVERLAP, "overlap-moe-expert-parallel-comm overlap-param-gather-with-optimizer-step")
     | _ignored("Python's garbage collector is left alone", "manual-gc")

@@ -30,6 +30,9 @@ class ParallelConfig:
         at_least=1,
         none_means="the tensor-parallel size",
     )
+    sequence_parallel: bool = flag(
+        False, help="hold only a slice of the sequence on each tensor-parallel rank, where layers are not cut over them"
+    )
     distributed_backend: Backend = flag(
         "auto", help="transport between processes; auto: nccl for CUDA devices, else gloo"
     )

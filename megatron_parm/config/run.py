@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_parm.config import checks
+from megatron_parm.config import checks, checks_activations
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
@@ -99,6 +99,7 @@ def check_run(config: RunConfig, world: int) -> None:
     if moe is not None:
         checks.check_experts(moe, model, config.esp)
         checks.check_schedule(moe, tp, config.esp, config.data.seq_length * config.training.micro_batch_size)
+    checks_activations.check_sequence_parallel(parallel, config.data.seq_length)
     checks.check_batches(config.training, parallel, world)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)
@@ -116,7 +117,11 @@ def resolve(config: RunConfig, world: int) -> RunConfig:
         config,
         model=dataclasses.replace(model, ffn_hidden_size=model.feed_forward_size, kv_channels=model.head_dim),
         moe=None if moe is None else dataclasses.replace(moe, moe_ffn_hidden_size=config.expert_size),
-        parallel=dataclasses.replace(parallel, expert_tensor_parallel_size=config.esp),
+        parallel=dataclasses.replace(
+            parallel,
+            expert_tensor_parallel_size=config.esp,
+            sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        ),
         training=dataclasses.replace(
             training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp
         ),

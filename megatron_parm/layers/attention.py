@@ -40,7 +40,8 @@ class AttentionShape:
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v with an output projection. Call on all ranks of tp.
 
-    Attention dropout draws from the device's default stream, which differs on tp as the heads do.
+    Attention dropout draws from the device's default stream, which differs on tp as the heads do. With
+    `sequence_parallel` both ends are this rank's slice, [s/tp, b, h]; inside, every head sees the whole sequence.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SelfAttention(nn.Module):
         output_initialiser: Initialiser,
         dtype: torch.dtype,
         device: torch.device,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -65,6 +67,7 @@ class SelfAttention(nn.Module):
             initialiser=initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=sequence_parallel,
         )
         self.linear_proj = RowParallelLinear(
             channels,
@@ -74,6 +77,7 @@ class SelfAttention(nn.Module):
             initialiser=output_initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=sequence_parallel,
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
@@ -109,8 +113,8 @@ class SelfAttention(nn.Module):
         return output
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sequence, batch, _ = x.shape
-        fused = self.linear_qkv(x).view(sequence, batch, -1, self.queries_a_group + 2, self.shape.head_dim)
+        rows = self.linear_qkv(x)  # [s, b, groups/tp * (q + 2) * d]
+        fused = rows.view(*rows.shape[:2], -1, self.queries_a_group + 2, self.shape.head_dim)
         query, key, value = fused.split([self.queries_a_group, 1, 1], dim=3)  # [s, b, groups/tp, 1 or q, d]
         query = query.flatten(2, 3)  # [s, b, heads/tp, d]
         return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3)

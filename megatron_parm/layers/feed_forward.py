@@ -41,7 +41,10 @@ def gates_of(activation: Activation) -> int:
 
 
 class FeedForward(nn.Module):
-    """[s, b, h] -> [s, b, f/tp] -> activation -> [s, b, h]. Call on all ranks of tp."""
+    """[s, b, h] -> [s, b, f/tp] -> activation -> [s, b, h]. Call on all ranks of tp.
+
+    With `sequence_parallel` both ends are this rank's slice, [s/tp, b, h].
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class FeedForward(nn.Module):
         output_initialiser: Initialiser,
         dtype: torch.dtype,
         device: torch.device,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.activate = ACTIVATIONS[activation]
@@ -68,6 +72,7 @@ class FeedForward(nn.Module):
             dtype=dtype,
             device=device,
             out_blocks=blocks,
+            sequence_parallel=sequence_parallel,
         )
         self.linear_fc2 = RowParallelLinear(
             ffn_hidden_size,
@@ -77,9 +82,10 @@ class FeedForward(nn.Module):
             initialiser=output_initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=sequence_parallel,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; with `sequence_parallel` [s/tp, b, h] -> [s/tp, b, h]."""
         output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x)))
         return output

@@ -18,7 +18,8 @@ class Norm(nn.Module):
     """Normalise the last dim, then scale (and, for LayerNorm, shift). Weights are whole on every rank.
 
     `is_zero_centred` stores weight - 1 (Megatron's `--apply-layernorm-1p`). `shared_over` is the axis whose ranks see
-    different values, such as their own heads: the gradient of the weights is summed over it in the backward.
+    different values, such as their own heads: the gradient of the weights is summed over it in the backward. With
+    `is_partial_on_tp` they see their own slice of the sequence, and the gradients are summed once a step instead.
     """
 
     def __init__(
@@ -31,14 +32,18 @@ class Norm(nn.Module):
         device: torch.device,
         shared_over: Axis,
         is_zero_centred: bool = False,
+        is_partial_on_tp: bool = False,
     ) -> None:
         super().__init__()
         self.size, self.epsilon, self.is_zero_centred, self.shared_over = size, epsilon, is_zero_centred, shared_over
-        weight = make_parameter((size,), decays=False, dtype=dtype, device=device)
-        self.weight = attach(weight, ZEROS if is_zero_centred else ONES)
+
+        def vector() -> nn.Parameter:
+            return make_parameter((size,), decays=False, is_partial_on_tp=is_partial_on_tp, dtype=dtype, device=device)
+
+        self.weight = attach(vector(), ZEROS if is_zero_centred else ONES)
         self.bias: nn.Parameter | None = None
         if kind == "LayerNorm":
-            self.bias = attach(make_parameter((size,), decays=False, dtype=dtype, device=device), ZEROS)
+            self.bias = attach(vector(), ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""

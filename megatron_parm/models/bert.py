@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from megatron_parm.layers.cross_entropy import vocabulary_cross_entropy
 from megatron_parm.models.bert_heads import Pooler, WholeLinear, WordBias, WordHead, order_loss
 from megatron_parm.models.block import FeedForwardMaker
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.heads import TokenEmbedding, output_logits
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.models.stage import TransformerStage
+from megatron_parm.parallel.collectives import all_gather
 from megatron_parm.parallel.context import Axis
 from megatron_parm.shapes import expect_shape
 
@@ -34,7 +36,8 @@ class BertModel(nn.Module):
 
     Weights are uninitialised: call `initialise_weights`. A last stage that is not the first holds a copy of the word
     embedding under the same name; the gradients of both are to be summed. `generator` is the stream of dropout on
-    activations that are identical on tp. `has_order_head`: two segments, and a head for their order.
+    activations that are identical on tp; None under sequence parallelism, which ends where the blocks end: the heads
+    see whole sequences. `has_order_head`: two segments, and a head for their order.
     """
 
     def __init__(
@@ -43,17 +46,28 @@ class BertModel(nn.Module):
         feed_forward: FeedForwardMaker,
         *,
         tp: Axis,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
         has_order_head: bool = True,
+        execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
         assert not shape.is_causal and shape.ties_embeddings
         self.shape, self.tp = shape, tp
-        self.embedding = TokenEmbedding(shape, tp=tp, generator=generator, dtype=dtype, device=device)
+        self._joined_over = tp if execution.sequence_parallel else Axis.single("tp")
+        self.embedding = TokenEmbedding(
+            shape, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
+        )
         self.encoder = TransformerStage(
-            shape, range(shape.num_layers), feed_forward, tp=tp, generator=generator, dtype=dtype, device=device
+            shape,
+            range(shape.num_layers),
+            feed_forward,
+            tp=tp,
+            generator=generator,
+            dtype=dtype,
+            device=device,
+            execution=execution,
         )
         self.lm_head = WordHead(shape, dtype=dtype, device=device)
         self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
@@ -76,7 +90,7 @@ class BertModel(nn.Module):
         hidden = self.embedding(tokens, position_ids, token_types)  # [s, b, h]
         is_padding = padding_mask == 0
         output: Tensor = self.encoder(hidden, position_ids, is_padding[:, None, None, :])  # [s, b, h]
-        return output
+        return all_gather(output, self._joined_over, 0)  # [s, b, h]
 
     def forward(
         self,

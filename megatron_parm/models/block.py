@@ -10,6 +10,7 @@ from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.feed_forward import FeedForward
 from megatron_parm.layers.norm import Norm
 from megatron_parm.layers.rotary import Rotation
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
 
@@ -18,11 +19,11 @@ class FeedForwardMaker(Protocol):
     """Makes the feed-forward module of a layer, by its global number from 0: dense, or of experts."""
 
     def __call__(self, layer: int, /) -> nn.Module:
-        """A module [s, b, h] -> [s, b, h] whose values are identical on tp."""
+        """A module [s, b, h] -> [s, b, h] identical on tp; slices [s/tp, b, h] under sequence parallelism."""
 
 
-def make_norm(shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> Norm:
-    """A norm over the hidden size, on activations that are identical on tp."""
+def make_norm(shape: ModelShape, *, dtype: torch.dtype, device: torch.device, execution: Execution = PLAIN) -> Norm:
+    """A norm over the hidden size, on activations that are identical on tp, or slices under sequence parallelism."""
     return Norm(
         shape.hidden_size,
         kind=shape.normalisation,
@@ -31,10 +32,13 @@ def make_norm(shape: ModelShape, *, dtype: torch.dtype, device: torch.device) ->
         device=device,
         shared_over=Axis.single("tp"),
         is_zero_centred=shape.norm_is_zero_centred,
+        is_partial_on_tp=execution.sequence_parallel,
     )
 
 
-def make_feed_forward(shape: ModelShape, *, tp: Axis, dtype: torch.dtype, device: torch.device) -> FeedForward:
+def make_feed_forward(
+    shape: ModelShape, *, tp: Axis, dtype: torch.dtype, device: torch.device, execution: Execution = PLAIN
+) -> FeedForward:
     """The dense feed-forward layer of `shape`."""
     return FeedForward(
         shape.hidden_size,
@@ -46,11 +50,15 @@ def make_feed_forward(shape: ModelShape, *, tp: Axis, dtype: torch.dtype, device
         output_initialiser=shape.output_initialiser,
         dtype=dtype,
         device=device,
+        sequence_parallel=execution.sequence_parallel,
     )
 
 
 class TransformerBlock(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). Call on all ranks of tp."""
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). Call on all ranks of tp.
+
+    Under sequence parallelism x is this rank's slice, and `generator` None: the stream that differs on tp.
+    """
 
     def __init__(
         self,
@@ -58,13 +66,14 @@ class TransformerBlock(nn.Module):
         mlp: nn.Module,
         *,
         tp: Axis,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
+        execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
         self.residual_is_normed = shape.residual_is_normed
-        self.input_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.input_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.self_attention = SelfAttention(
             shape.attention,
             tp=tp,
@@ -72,13 +81,14 @@ class TransformerBlock(nn.Module):
             output_initialiser=shape.output_initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=execution.sequence_parallel,
         )
-        self.pre_mlp_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.pre_mlp_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.mlp = mlp
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
     def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h], identical on tp."""
+        """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism."""
         normed = self.input_layernorm(x)
         attended = self.dropout(self.self_attention(normed, rotation, may_attend))
         x = attended + (normed if self.residual_is_normed else x)

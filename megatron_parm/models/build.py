@@ -11,6 +11,7 @@ from megatron_parm.layers.initialise import Initialiser, initialise_weights
 from megatron_parm.layers.rotary import RotaryShape
 from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
+from megatron_parm.models.execution import Execution
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.moe.choose import Choice, choose
@@ -63,15 +64,24 @@ def build_gpt(
 ) -> BuiltModel:
     """The GPT of a resolved `config`, the same weights on every layout. Call on all ranks.
 
-    `generator` is the stream of dropout on activations that are identical on tp. The MoE layers get the schedule of
-    least cost by `cost_model`, or the one of the flags.
+    `generator` is the stream of dropout on activations that are identical on tp. Under sequence parallelism none is,
+    and dropout draws from the device's default stream, which differs on tp. The MoE layers get the schedule of least
+    cost by `cost_model`, or the one of the flags.
     """
     shape = model_shape(config, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
+    execution = execution_of(config)
     scale, record = BackwardScale(), RoutingRecord()
-    feed_forward = feed_forward_maker(config, shape, choice, scale, record, ctx)
-    model = GPTModel(shape, feed_forward, tp=ctx.tp, generator=generator, dtype=dtype, device=ctx.device)
+    model = GPTModel(
+        shape,
+        feed_forward_maker(config, shape, choice, scale, record, ctx),
+        tp=ctx.tp,
+        generator=None if execution.sequence_parallel else generator,
+        dtype=dtype,
+        device=ctx.device,
+        execution=execution,
+    )
     initialise_weights(model, config.training.seed)
     return BuiltModel(model, choice, scale, record)
 
@@ -94,14 +104,16 @@ def build_bert(
     )
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
+    execution = execution_of(config)
     scale, record = BackwardScale(), RoutingRecord()
     model = BertModel(
         shape,
         feed_forward_maker(config, shape, choice, scale, record, ctx),
         tp=ctx.tp,
-        generator=generator,
+        generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
         device=ctx.device,
+        execution=execution,
         has_order_head=not config.bert.bert_no_binary_head,
     )
     initialise_weights(model, config.training.seed)
@@ -118,15 +130,20 @@ def feed_forward_maker(
 ) -> FeedForwardMaker:
     """What makes each layer's feed-forward: dense, or of experts where the pattern of the settings has them."""
     dtype = DTYPES[config.training.precision]
-    pattern = config.moe_layers
+    pattern, execution = config.moe_layers, execution_of(config)
 
     def feed_forward(layer: int, /) -> nn.Module:
         if not pattern[layer]:
-            return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device)
+            return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device, execution=execution)
         assert choice is not None
         return _moe_layer(config, shape, layer, choice, scale, record, ctx, dtype)
 
     return feed_forward
+
+
+def execution_of(config: RunConfig) -> Execution:
+    """How the settings want the model to run."""
+    return Execution(sequence_parallel=config.parallel.sequence_parallel)
 
 
 def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> ModelShape:
@@ -244,4 +261,11 @@ def _moe_layer(
         dtype=dtype,
         device=ctx.device,
     )
-    return MoELayer(gate, experts, schedule=choice.schedule, chunks=choice.chunks, ctx=ctx)
+    return MoELayer(
+        gate,
+        experts,
+        schedule=choice.schedule,
+        chunks=choice.chunks,
+        sequence_parallel=config.parallel.sequence_parallel,
+        ctx=ctx,
+    )

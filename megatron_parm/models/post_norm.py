@@ -10,6 +10,7 @@ from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.rotary import Rotation
 from megatron_parm.models.block import make_norm
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
 
@@ -23,9 +24,10 @@ class PostNormBlock(nn.Module):
         mlp: nn.Module,
         *,
         tp: Axis,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
+        execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
         self.self_attention = SelfAttention(
@@ -35,14 +37,15 @@ class PostNormBlock(nn.Module):
             output_initialiser=shape.output_initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=execution.sequence_parallel,
         )
-        self.post_attention_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.mlp = mlp
-        self.post_mlp_layernorm = make_norm(shape, dtype=dtype, device=device)
+        self.post_mlp_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
     def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h], identical on tp."""
+        """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism."""
         x = self.post_attention_layernorm(x + self.dropout(self.self_attention(x, rotation, may_attend)))
         output: Tensor = self.post_mlp_layernorm(x + self.dropout(self.mlp(x)))
         return output

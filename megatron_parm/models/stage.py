@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megatron_parm.layers.rotary import make_rotation
 from megatron_parm.models.block import FeedForwardMaker, TransformerBlock, make_norm
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.post_norm import PostNormBlock
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
@@ -23,22 +24,35 @@ class TransformerStage(nn.Module):
         feed_forward: FeedForwardMaker,
         *,
         tp: Axis,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
+        execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
         self.shape = shape
         make_block = PostNormBlock if shape.norm_placement == "post" else TransformerBlock
         self.layers = nn.ModuleDict()
         for layer in layers:
-            block = make_block(shape, feed_forward(layer), tp=tp, generator=generator, dtype=dtype, device=device)
-            self.layers[str(layer)] = block
-        is_last = layers.stop == shape.num_layers and shape.norm_placement == "pre"
-        self.final_layernorm: nn.Module = make_norm(shape, dtype=dtype, device=device) if is_last else nn.Identity()
+            self.layers[str(layer)] = make_block(
+                shape,
+                feed_forward(layer),
+                tp=tp,
+                generator=generator,
+                dtype=dtype,
+                device=device,
+                execution=execution,
+            )
+        self.final_layernorm: nn.Module = nn.Identity()
+        if layers.stop == shape.num_layers and shape.norm_placement == "pre":
+            self.final_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
 
     def forward(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend."""
+        """[s, b, h] -> [s, b, h]; of slices [s/tp, b, h] under sequence parallelism.
+
+        `position_ids` [b, s] and `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, are those
+        of the whole sequence.
+        """
         rotation = None
         if self.shape.positions == "rope":
             rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, x.dtype)

@@ -57,6 +57,8 @@ class ShardSpec:
     `is_tied`: the first and the last stage of a pipeline hold it both, each with a part of its gradient, to be summed
     over `ends` (grads/finish.py).
     `part`: this rank holds only that part of its box, the replicas hold the others (sharded optimizer state).
+    `is_partial_on_tp`: every rank of tp holds the whole parameter but uses it on its own slice of the sequence, so
+    backward leaves a part of the gradient on each, to be summed (grads/finish.py).
     """
 
     global_shape: tuple[int, ...]
@@ -65,6 +67,7 @@ class ShardSpec:
     decays: bool
     is_tied: bool = False
     part: Part | None = None
+    is_partial_on_tp: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -105,6 +108,7 @@ def make_parameter(
     *cuts: Cut,
     role: Role = "dense",
     decays: bool = True,
+    is_partial_on_tp: bool = False,
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Parameter:
@@ -117,7 +121,7 @@ def make_parameter(
     for cut in cuts:
         if global_shape[cut.dim] % cut.axis.size:
             raise ValueError(f"dim {cut.dim} of {global_shape} is not divisible by {cut.axis.name} = {cut.axis.size}")
-    spec = ShardSpec(global_shape, cuts, role, decays)
+    spec = ShardSpec(global_shape, cuts, role, decays, is_partial_on_tp=is_partial_on_tp)
     parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=device))
     parameter.shard_spec = spec  # type: ignore[attr-defined]  # torch allows attributes on a Parameter
     return parameter

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.grads.finish import copy_over_tp, sum_over_ends
+from megatron_parm.grads.finish import copy_over_tp, sum_over_ends, sum_over_tp
 from megatron_parm.grads.reduce import GradientReduction, SequentialReduction
 from megatron_parm.optim.clip import clip_gradients
 from megatron_parm.optim.precision import Optimizer
@@ -72,6 +72,7 @@ class TrainStep:
         total = self._forward_backward.run(micro_batches, divisors)
         sum_over_ends(self._buffers, self._ctx)
         self._reduction.finish(self._ctx.dp.size)
+        sum_over_tp(self._buffers, self._ctx)
         copy_over_tp(self._buffers, self._ctx)
         losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
         norm = clip_gradients(self._buffers, self._ctx, self._max_norm)

@@ -108,6 +108,11 @@ OTHERS = [
         ["--expert-tensor-parallel-size 2", "--tensor-model-parallel-size 4"],
     ),
     (1, "--num-experts 4 --moe-pad-expert-input-to-capacity", ["--moe-pad-expert-input-to-capacity", "instance 2"]),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 14",
+        ["--sequence-parallel", "--seq-length 14", "--tensor-model-parallel-size 4", "16", "1, 2, 7 or 14"],
+    ),
     (1, "--num-experts 4 --bp-pipeline-degree 2", ["--bp-pipeline-degree 2", "--pipeline-degree 1"]),
 ]
 
@@ -134,6 +139,8 @@ GOOD = [
     (1, "--lr-decay-style WSD --lr-wsd-decay-iters 2"),
     (1, "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1"),
     (2, "--micro-batch-size 1 --global-batch-size 6"),
+    (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    (1, "--sequence-parallel --seq-length 15"),
 ]
 
 

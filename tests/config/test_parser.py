@@ -69,7 +69,7 @@ def test_a_command_of_today_runs() -> None:
     assert config.moe.moe_aux_loss_coeff == 0.01
     assert config.model.position_embedding_type == "rope"
     assert config.training.precision == "bf16"
-    assert len(notes) == 9
+    assert len(notes) == 8
 
 
 def test_two_names_of_one_setting_must_agree() -> None:
@@ -254,6 +254,7 @@ def test_a_tool_is_told_what_is_missing() -> None:
 def test_notes_of_settings_that_do_less_than_one_may_think() -> None:
     assert notes_of("--save x") == ["--save without --save-interval: a checkpoint is written only when the run ends"]
     assert notes_of("--save-interval 5") == ["--save-interval: no effect without --save"]
+    assert notes_of("--sequence-parallel") == ["--sequence-parallel: no effect with --tensor-model-parallel-size 1"]
     assert notes_of("--num-query-groups 2") == ["--num-query-groups: no effect without --group-query-attention"]
     assert notes_of("--expert-tensor-parallel-size 2") == [
         "--expert-tensor-parallel-size: no effect without --num-experts"

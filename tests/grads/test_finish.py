@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.grads.finish import copy_over_tp, sum_over_ends
+from megatron_parm.grads.finish import copy_over_tp, sum_over_ends, sum_over_tp
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import Cut, make_parameter, tie
 from tests.harness.layouts import Layout
@@ -83,3 +83,36 @@ def test_tied_gradients_are_summed_over_first_and_last_stage_alone(pools: Pools,
             parts = [answers[end]["word"][0] for end in layout.grid.ends_of(rank)]
             assert torch.equal(answer["word"][1], torch.stack(parts).sum(0))
     assert sum("word" in answer for answer in answers) == 2 * layout.tp if layout.pp > 1 else 1
+
+
+def _summed(ctx: ParallelContext) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> the gradient before and after `sum_over_tp`; every rank draws its own."""
+    place = {"dtype": torch.float64, "device": ctx.device}
+    parameters = {
+        "norm": make_parameter((5,), is_partial_on_tp=True, **place),
+        "column": make_parameter((8, 3), Cut(0, ctx.tp), **place),
+        "positions": make_parameter((4, 3), is_partial_on_tp=True, **place),
+        "router": make_parameter((4, 3), **place),
+        "expert": make_parameter((4, 3), Cut(0, ctx.ep), role="expert", **place),
+    }
+    buffers = GradientBuffers(parameters, ctx)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    for name in parameters:
+        gradient = buffers.gradient_of(name)
+        gradient.copy_(torch.randn(gradient.shape, generator=generator, dtype=torch.float64))
+    before = {name: buffers.gradient_of(name).clone() for name in parameters}
+    sum_over_tp(buffers, ctx)
+    buffers.expect_attached()
+    return {name: (before[name], buffers.gradient_of(name).clone()) for name in parameters}
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, tp=2), Layout(4, tp=2, ep=2), Layout(4, tp=4)], ids=str)
+def test_partial_gradients_are_summed_over_tp_and_nothing_else_changes(pools: Pools, layout: Layout) -> None:
+    answers = pools.run(layout, _summed)
+    for rank, answer in enumerate(answers):
+        first = rank // layout.tp * layout.tp
+        for name in ("norm", "positions"):
+            parts = torch.stack([answers[peer][name][0] for peer in range(first, first + layout.tp)])
+            torch.testing.assert_close(answer[name][1], parts.sum(0), atol=1e-14, rtol=0)
+        for name in ("column", "router", "expert"):
+            assert torch.equal(*answer[name])

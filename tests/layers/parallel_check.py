@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parm.layers.initialise import initialise_weights
+from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec, spec_of
 from tests.harness.layouts import Layout
@@ -50,13 +51,16 @@ def randomise_vectors(module: nn.Module) -> None:
                 parameter.add_(0.3 * drawn[spec.box])
 
 
-def boxes_of(module: nn.Module) -> dict[str, Box]:
-    """The gradient of every parameter with its place."""
+def boxes_of(module: nn.Module, tp: Axis | None = None) -> dict[str, Box]:
+    """The gradient of every parameter with its place; with `tp` the parts of partial gradients are summed over it."""
     found = {}
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         spec = spec_of(parameter)
-        found[name] = Box(parameter.grad, spec.global_shape, spec.box)
+        gradient = parameter.grad
+        if tp is not None and spec.is_partial_on_tp:
+            gradient = transport.sum_over(gradient, tp)
+        found[name] = Box(gradient, spec.global_shape, spec.box)
     return found
 
 
@@ -80,6 +84,22 @@ def run_layer(
         weights = weights.chunk(ctx.tp.size, joined_dim)[ctx.tp.rank]
     (output * weights).sum().backward()
     return Outcome(output.detach(), x.grad, boxes_of(module))
+
+
+def run_sliced(ctx: ParallelContext, make: Callable[[Axis], nn.Module], x: Tensor, sums_parts: bool = True) -> Outcome:
+    """`run_layer` of a layer under sequence parallelism: this rank's slice of `x` in, its slice of the output out.
+
+    Without `sums_parts` partial gradients stay as backward left them: the fault of a missing rule.
+    """
+    module = make(ctx.tp)
+    initialise_weights(module, seed=3)
+    randomise_vectors(module)
+    x = x.chunk(ctx.tp.size)[ctx.tp.rank].clone().requires_grad_()
+    output = module(x)
+    shape = (output.shape[0] * ctx.tp.size, *output.shape[1:])
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(12), dtype=x.dtype)
+    (output * weights.chunk(ctx.tp.size)[ctx.tp.rank]).sum().backward()
+    return Outcome(output.detach(), x.grad, boxes_of(module, ctx.tp if sums_parts else None))
 
 
 def differences(whole: Outcome, parts: list[Outcome], joined_dim: int | None = None) -> dict[str, float]:
@@ -115,3 +135,16 @@ def compare(
     whole = pools.run(Layout(1), run_layer, make, x, joined_dim)[0]
     parts = pools.run(layout, run_layer, make, x, joined_dim)[: layout.tp]
     return differences(whole, parts, joined_dim)
+
+
+def compare_sliced(
+    pools: Pools, layout: Layout, make: Callable[[Axis], nn.Module], x: Tensor, sums_parts: bool = True
+) -> dict[str, float]:
+    """`compare` of a layer under sequence parallelism: slices in, slices out."""
+    whole = pools.run(Layout(1), run_layer, make, x)[0]
+    parts = pools.run(layout, run_sliced, make, x, sums_parts)[: layout.tp]
+    joined = [
+        Outcome(*(torch.cat([getattr(p, f) for p in parts]) for f in ("output", "input_gradient")), part.boxes)
+        for part in parts
+    ]
+    return differences(whole, joined)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron_parm.layers.initialise import initialise_weights
 from megatron_parm.models.block import make_feed_forward
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
@@ -32,18 +33,23 @@ def small_shape(**changes: object) -> ModelShape:
 
 
 def build(
-    shape: ModelShape, tp: Axis = SINGLE, dtype: torch.dtype = torch.float32, layers: range | None = None
+    shape: ModelShape,
+    tp: Axis = SINGLE,
+    dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
+    execution: Execution = PLAIN,
 ) -> GPTModel:
     """The dense model of `shape` (or its stage `layers`) with weights of seed 7."""
     generator = torch.Generator().manual_seed(5)
     model = GPTModel(
         shape,
-        lambda layer: make_feed_forward(shape, tp=tp, dtype=dtype, device=CPU),
+        lambda layer: make_feed_forward(shape, tp=tp, dtype=dtype, device=CPU, execution=execution),
         tp=tp,
-        generator=generator,
+        generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
         device=CPU,
         layers=layers,
+        execution=execution,
     )
     initialise_weights(model, seed=7)
     return model

@@ -10,6 +10,7 @@ import pytest
 from megatron_parm.errors import MegatronParmError
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.generate import SamplingRules
+from tests.config.commands import config_of
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.training.runs import MOE, flags, run_training, write_corpus
@@ -121,3 +122,11 @@ def test_another_vocabulary_is_refused(trained: Path, tmp_path: Path, capsys: py
     assert state["vocab_size"] == 31
     with pytest.raises(MegatronParmError, match="31 tokens there, 40 tokens here"):
         generate_text.check_vocabulary(40, "NullTokenizer", state)
+
+
+def test_sampling_holds_whole_sequences() -> None:
+    """A text grows by one token at a time, so it cannot be cut over tp; the weights are the same."""
+    config = config_of("--tensor-model-parallel-size 2 --sequence-parallel")
+    given = generate_text.parse(["--load", "x", "--tensor-model-parallel-size", "2"])
+    assert config.parallel.sequence_parallel
+    assert not generate_text.for_sampling(config, given, 2).parallel.sequence_parallel

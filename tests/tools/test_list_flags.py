@@ -36,7 +36,7 @@ def test_every_flag_that_training_knows_is_listed_once(capsys: pytest.CaptureFix
         "| `--clip-grad` | largest norm of all gradients together | 0 = no clipping; default 1.0 |  |",
         "| `--context-parallel-size` | context parallelism is not in this release; use size 1 | 1 |",
         "| default 1e-05 | --layernorm-epsilon |",
-        "| `--sequence-parallel` | activations outside the tensor-parallel parts are kept whole on every rank",
+        "| `--use-cpu-initialization` | weights are always drawn on the CPU, the same for every layout",
     ],
 )
 def test_known_lines(line: str) -> None:
