@@ -2,17 +2,25 @@
 
 # ruff: noqa: RUF009 - flag() is dataclasses.field
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_parm.config.fields import flag
+from megatron_parm.errors import ConfigError
 
 ProgressBar = Literal["auto", "on", "off"]
 
 
+def _read_ranks(words: Sequence[str]) -> tuple[str, ...]:
+    if not words or not all(word.isdecimal() for word in words):
+        raise ConfigError(f"--profile-ranks {' '.join(words)}: expected ranks, whole numbers from 0 on")
+    return tuple(str(int(word)) for word in words)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Console, JSON lines and TensorBoard."""
+    """Console, JSON lines, TensorBoard and timeline."""
 
     log_interval: int = flag(100, help="training between two log lines", unit="iterations", at_least=1)
     tensorboard_dir: str | None = flag(None, help="folder for TensorBoard", none_means="off")
@@ -22,3 +30,18 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False, help="log how many gradient entries are zero")
     log_validation_ppl_to_tensorboard: bool = flag(False, help="add validation perplexity to TensorBoard")
     progress_bar: ProgressBar = flag("auto", help="progress bar; auto: only on a terminal")
+    trace: str | None = flag(
+        None, help="file for a timeline of some steps, Chrome trace JSON that Perfetto opens", none_means="off"
+    )
+    profile_step_start: int = flag(
+        10, help="the timeline begins when so many iterations are done", unit="iterations", at_least=0
+    )
+    profile_step_end: int = flag(
+        12, help="the timeline ends when so many iterations are done", unit="iterations", at_least=1
+    )
+    profile_ranks: tuple[str, ...] = flag((), help="ranks in the timeline", none_means="all", read=_read_ranks)
+
+    @property
+    def traced_ranks(self) -> tuple[int, ...] | None:
+        """The ranks of the timeline; None: all."""
+        return tuple(map(int, self.profile_ranks)) or None

@@ -148,9 +148,7 @@ _TRAINING: dict[str, Entry] = (
     | _ignored("Python's garbage collector is left alone", "manual-gc")
     | _ignored("Python's garbage collector is left alone", "manual-gc-interval", "one")
     | _ignored("it only changes speed or memory", "train-sync-interval empty-unused-memory-level", "one")
-    | _ignored("profiling is not in this release; nothing else changes", "profile use-pytorch-profiler")
-    | _ignored("profiling is not in this release; nothing else changes", "profile-step-start profile-step-end", "one")
-    | _ignored("profiling is not in this release; nothing else changes", "profile-ranks", "any")
+    | _ignored("--trace FILE writes a timeline of the same steps and ranks", "profile use-pytorch-profiler")
     | _ignored("automatic resubmission belongs to the cluster; use --exit-duration-in-mins", "adlr-autoresume")
     | _ignored("automatic resubmission belongs to the cluster", "adlr-autoresume-interval", "one")
     | _refused(

@@ -14,6 +14,7 @@ from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
 from megatron_parm.config.checks_data import check_data
+from megatron_parm.config.checks_logs import check_logs
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.fields import Flag, check_fields, flags_of, nearest_names
 from megatron_parm.config.logs import LoggingConfig
@@ -107,6 +108,7 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_checkpoint(config.checkpoint)
     if config.bert is not None:
         check_bert(config.model, config.data)
+    check_logs(config.logging)
 
 
 def resolve(config: RunConfig, world: int) -> RunConfig:

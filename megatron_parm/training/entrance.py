@@ -21,6 +21,7 @@ from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, open_checkpoint, vocabulary_rows
+from megatron_parm.training.tracing import traced_context
 from megatron_parm.training.trainer import Trainer
 
 EXIT_UNEXPECTED, EXIT_HANG, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED = 1, 22, 23, 130
@@ -96,6 +97,7 @@ def make_trainer(
     family: ModelFamily = GPT,
 ) -> Trainer:
     """A trainer at its start, or where `saved` left off. Call on all ranks."""
+    ctx = traced_context(config.logging, ctx)
     if saved is None:
         return Trainer(assemble(config, ctx, log, family=family), recorder)
     start = RunProgress() if config.checkpoint.finetune else saved.progress

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_parm.data.batches import Batch
 from megatron_parm.moe.losses import BackwardScale
+from megatron_parm.observe.trace import NO_TRACE, Trace
 from megatron_parm.training.objective import NEXT_TOKEN, Objective
 
 
@@ -32,7 +33,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 class SingleStage:
     """The whole model on this rank (and its tp, ep and esp peers): one micro-batch after the other."""
 
-    def __init__(self, model: nn.Module, balance_scale: BackwardScale, objective: Objective = NEXT_TOKEN) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        balance_scale: BackwardScale,
+        objective: Objective = NEXT_TOKEN,
+        *,
+        trace: Trace = NO_TRACE,
+    ) -> None:
+        self._trace = trace
         self._model = model
         self._balance_scale = balance_scale
         self._objective = objective
@@ -41,9 +50,11 @@ class SingleStage:
         """As `ForwardBackward.run` says."""
         self._balance_scale.value = loss_scale / len(micro_batches)
         total = torch.zeros_like(divisors[0])
-        for batch, divisor in zip(micro_batches, divisors, strict=True):
-            losses = self._objective.sums(self._model, batch) / divisor  # [k]
-            loss = losses.sum()
-            (loss * loss_scale if loss_scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+        for number, (batch, divisor) in enumerate(zip(micro_batches, divisors, strict=True)):
+            with self._trace.span("forward", micro_batch=number):
+                losses = self._objective.sums(self._model, batch) / divisor  # [k]
+                loss = losses.sum()
+            with self._trace.span("backward", micro_batch=number):
+                (loss * loss_scale if loss_scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             total += losses.detach()
         return total

@@ -65,20 +65,26 @@ class TrainStep:
 
     def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
         """One step over `num_micro_batches` of `batches`. Call on all ranks; nothing changes if it is skipped."""
-        self._buffers.zero()
-        micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
-        divisors = self._divisors(micro_batches)
+        trace = self._ctx.trace
+        with trace.span("data"):
+            self._buffers.zero()
+            micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
+            divisors = self._divisors(micro_batches)
         self._reduction.begin(num_micro_batches)
-        total = self._forward_backward.run(micro_batches, divisors)
-        sum_over_ends(self._buffers, self._ctx)
-        self._reduction.finish(self._ctx.dp.size)
-        sum_over_tp(self._buffers, self._ctx)
-        copy_over_tp(self._buffers, self._ctx)
+        with trace.span("micro-batches", number=num_micro_batches):
+            total = self._forward_backward.run(micro_batches, divisors)
+        with trace.span("reduce gradients"):
+            sum_over_ends(self._buffers, self._ctx)
+            self._reduction.finish(self._ctx.dp.size)
+            sum_over_tp(self._buffers, self._ctx)
+            copy_over_tp(self._buffers, self._ctx)
         losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
-        norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
+        with trace.span("clip"):
+            norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
         is_finite = all(map(math.isfinite, (norm, *losses)))
         if is_finite:
-            self._optimizer.step(lr, weight_decay)
+            with trace.span("optimizer"):
+                self._optimizer.step(lr, weight_decay)
         return StepResult(losses, norm, not is_finite)
 
     def _divisors(self, micro_batches: Sequence[Batch]) -> list[Tensor]:

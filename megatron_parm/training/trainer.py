@@ -33,6 +33,7 @@ from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, load_run, save_run
 from megatron_parm.training.signals import StopRequests
 from megatron_parm.training.step import StepResult, TrainStep
+from megatron_parm.training.tracing import TracedSteps
 
 PREEMPTED = "PREEMPTED"  # a marker in --save: the run was stopped, saved, and is not done
 
@@ -47,12 +48,13 @@ class Trainer:
         self._saved_at: int | None = None
         self._started = time.monotonic()
         self._clock = StepClock(device_synchroniser(run.ctx.device))
+        self._traced = TracedSteps(run.config.logging, run.ctx, run.log)
         training = run.config.training
         self._stop = StopRequests(
             run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
         )
         self._step = TrainStep(
-            SingleStage(run.built.model, run.built.balance_scale, run.objective),
+            SingleStage(run.built.model, run.built.balance_scale, run.objective, trace=run.ctx.trace),
             run.buffers,
             run.optimizer,
             run.ctx,
@@ -82,6 +84,7 @@ class Trainer:
                 reason = f"nothing left to do: iteration {progress.iteration} of {last} was reached before"
             else:
                 reason = self._loop(last) or "done"
+                self._traced.finish(progress.iteration)
             if config.training.skip_train or progress.iteration >= last:
                 self._evaluate_at_the_end()
         self._record_end(reason)
@@ -95,9 +98,12 @@ class Trainer:
         shown = self.run.log.is_speaking and config.logging.progress_bar != "off"
         with Progress(last, progress.iteration, is_shown=shown) as bar:
             while progress.iteration < last:
+                with self._clock.paused():
+                    self._traced.before_step(progress.iteration)
                 result = self._one_step()
                 bar.advance(loss=result.lm_loss)
                 with self._clock.paused():
+                    self._traced.after_step(progress.iteration)
                     if progress.iteration % config.training.eval_interval == 0:
                         self._evaluate_valid(f"iteration {progress.iteration}")
                     if config.checkpoint.save_interval and progress.iteration % config.checkpoint.save_interval == 0:
@@ -114,12 +120,13 @@ class Trainer:
         batch_size = run.plan.global_batch_size_at(progress.consumed_train_samples)
         num_micro_batches = run.plan.num_micro_batches_at(progress.consumed_train_samples)
         run.built.record.clear()
-        result = self._step.run(
-            self._train_batches,
-            num_micro_batches,
-            run.schedule.learning_rate(progress.scheduled_samples),
-            run.schedule.weight_decay(progress.scheduled_samples),
-        )
+        with run.ctx.trace.span("iteration", number=progress.iteration + 1):
+            result = self._step.run(
+                self._train_batches,
+                num_micro_batches,
+                run.schedule.learning_rate(progress.scheduled_samples),
+                run.schedule.weight_decay(progress.scheduled_samples),
+            )
         progress.iteration += 1
         progress.consumed_train_samples += batch_size
         if result.is_skipped:
