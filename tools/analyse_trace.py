@@ -161,8 +161,8 @@ def as_text(figures: Sequence[RankFigures]) -> list[str]:
             count, time, moved = (
                 sum(getattr(row, part) for row in own) / len(own) for part in ("count", "milliseconds", "megabytes")
             )
-            rate = f"{moved / time * 1e3:9.1f}" if moved and time else ""
-            lines.append(f"{name:34} {count:6.0f} {time:10.2f} {moved:10.3f} {rate}")
+            sent = f" {moved:10.3f} {moved / time * 1e3:9.1f}" if moved and time else ""
+            lines.append(f"{name:34} {count:6.0f} {time:10.2f}{sent}")
     return lines
 
 

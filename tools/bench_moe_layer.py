@@ -31,12 +31,15 @@ from megatron_parm.moe.choose import choose, unable
 from megatron_parm.moe.cost import CostModel, LayerShape, predict
 from megatron_parm.moe.probe import Pass, build_probe
 from megatron_parm.moe.schedules import SCHEDULES
+from megatron_parm.observe.log import Log
 from megatron_parm.observe.timers import device_synchroniser
+from megatron_parm.observe.trace import Recording
 from megatron_parm.parallel import launch, transport
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.grid import RankGrid
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.entrance import guarded
+from megatron_parm.training.tracing import RecordedSpan
 from tools.cluster.counters import own_traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -113,6 +116,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedules", default=",".join([*SCHEDULES, "auto"]), help="default: all, and auto")
     parser.add_argument("--chunks", default="1", help="numbers of chunks, with commas (default: 1)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to this file")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write a timeline of one more pass of each row")
     return parser.parse_args(argv)
 
 
@@ -189,6 +193,17 @@ def measure_rows(rows: list[Row], work: Pass, flags: argparse.Namespace, ctx: Pa
                 row.bytes_inter, row.bytes_intra = float(spent.inter.sent), float(spent.intra.sent)
 
 
+def trace_rows(rows: list[Row], work: Pass, path: Path, ctx: ParallelContext) -> None:
+    """Write a timeline of one pass of each row. Call on all ranks; `ctx` and `work` carry a recording."""
+    stretch = RecordedSpan(path, ctx, Log(ctx.rank))
+    stretch.start()
+    for row in rows:
+        transport.barrier(ctx.world)
+        with ctx.trace.span("pass", schedule=row.schedule, chunks=row.chunks):
+            work.run(row.schedule, row.chunks)
+    stretch.write(", ".join(f"{row.schedule} x {row.chunks}" for row in rows))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     flags = parse(argv)
@@ -200,10 +215,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.check_fingerprint({"flags": str(vars(flags))}, environment, store)
         grid = RankGrid(environment.world, tp=flags.tp, ep=flags.ep or environment.world // flags.esp, esp=flags.esp)
         ctx = launch.start(grid, environment, store, device, backend, timeout)
+        if flags.trace is not None:
+            ctx = ctx.traced(Recording())
         shape, dtype = shape_of(flags, ctx), DTYPES[flags.dtype]
         check(flags, shape)
         rows = rows_of(flags, shape, measure(shape, ctx, dtype, device_synchroniser(device)))
-        measure_rows(rows, Pass(build_probe(shape, ctx, dtype), shape.num_tokens, ctx), flags, ctx)
+        timed = Pass(build_probe(shape, ctx, dtype), shape.num_tokens, ctx)
+        measure_rows(rows, timed, flags, ctx)
+        if flags.trace is not None:
+            trace_rows(rows, timed, flags.trace, ctx)
         if ctx.rank == 0:
             sent = "  MB sent between and inside nodes" if rows[0].bytes_inter is not None else ""
             print(f"{'schedule':16} {'chunks':>6} {'median ms':>9} {'p10':>9} {'p90':>9} {'predicted':>11}{sent}")
