@@ -22,16 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: 
 from tqdm import tqdm
 
 from megatron_parm.data.abbreviations import LANGUAGES
-from megatron_parm.data.encode_text import EncodedChunk, EncodeRules, encode_chunks
+from megatron_parm.data.compressed import plain_suffix
+from megatron_parm.data.encode_text import LONG_SEQUENCE, EncodedChunk, EncodeRules, encode_chunks
 from megatron_parm.data.index_format import token_dtype
 from megatron_parm.data.indexed_writer import IndexedWriter
+from megatron_parm.data.parquet_rows import find_rows
 from megatron_parm.data.sentences import SentenceSplitter
-from megatron_parm.data.text_chunks import BrokenLine, TextChunk, find_chunks
+from megatron_parm.data.text_chunks import MAX_DOCUMENT_BYTES, BrokenLine, TextChunk, find_chunks
 from megatron_parm.errors import ConfigError, DataError, MegatronParmError
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
 
 CHUNK_BYTES = 1 << 18
+MOST_DOCUMENT_MIB = 1024
 SHOWN_BROKEN_LINES = 20
 NO_EFFECT = {
     "partitions": (1, "the input is never cut into partitions; documents keep their order"),
@@ -44,21 +47,36 @@ WITH_SENTENCES = {
 
 
 @dataclass
-class Totals:
-    """What has been read and written so far."""
+class ColumnTotals:
+    """Of the documents of one key: left out as empty, unknown ids, and those with a sequence of over 512 ids."""
 
+    empty: int = 0
+    unknown: int = 0
+    long: int = 0
+
+
+@dataclass
+class Totals:
+    """What has been read and written so far. Of broken places the first are kept, and all are counted."""
+
+    columns: list[ColumnTotals]
     bytes: int = 0
     documents: int = 0
-    empty: list[int] = field(default_factory=list)
+    num_broken: int = 0
+    num_too_long: int = 0
     broken: list[BrokenLine] = field(default_factory=list)
 
     def add(self, encoded: EncodedChunk) -> None:
         """Count one chunk."""
         self.bytes += encoded.source.size
         self.documents += encoded.num_documents
-        counts = [column.num_empty for column in encoded.columns]
-        self.empty = [sum(pair) for pair in zip(self.empty, counts, strict=True)] if self.empty else counts
-        self.broken += encoded.broken
+        for total, column in zip(self.columns, encoded.columns, strict=True):
+            total.empty += column.num_empty
+            total.unknown += column.num_unknown
+            total.long += column.num_long
+        self.num_broken += len(encoded.broken)
+        self.num_too_long += sum(place.is_too_long for place in encoded.broken)
+        self.broken += encoded.broken[: SHOWN_BROKEN_LINES - len(self.broken)]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -69,9 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--input", nargs="+", required=True, metavar="FILE", help="text files, or patterns such as 'd/*'")
     text.add_argument(
         "--input-format",
-        choices=("auto", "jsonl", "text"),
+        choices=("auto", "jsonl", "text", "parquet"),
         default="auto",
-        help="jsonl: one JSON object a line; text: documents separated by blank lines; auto: text for .txt, else jsonl",
+        help="jsonl: one JSON object a line; text: documents separated by blank lines; auto: by the file's name, text "
+        "for .txt, parquet for .parquet, else jsonl; files that end in .gz or .zst are decompressed",
     )
     text.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to use (default: text)")
     text.add_argument(
@@ -79,6 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("stop", "skip", "report"),
         default="stop",
         help="at a broken line: stop at once; skip it and count it; or read on, report all of them and write nothing",
+    )
+    text.add_argument(
+        "--max-document-mib",
+        type=float,
+        default=MAX_DOCUMENT_BYTES / (1 << 20),
+        metavar="N",
+        help="a longer document is too long and counts as a broken line; memory grows with it (default: %(default)g)",
     )
     text.add_argument(
         "--split-sentences", action="store_true", help="one sequence for each sentence, as BERT needs; see --lang"
@@ -129,6 +155,10 @@ def check_flags(args: argparse.Namespace) -> None:
     for flag, value in (("--workers", args.workers), ("--log-interval", args.log_interval)):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1")
+    if not 0 < args.max_document_mib <= MOST_DOCUMENT_MIB:
+        raise ConfigError(
+            f"--max-document-mib {args.max_document_mib:g} must be above 0 and at most {MOST_DOCUMENT_MIB}"
+        )
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: each key once")
     for key in args.json_keys:
@@ -159,28 +189,32 @@ def input_files(patterns: Sequence[str]) -> list[Path]:
     return files
 
 
-def is_json(path: Path, args: argparse.Namespace) -> bool:
-    """Whether a file holds JSON lines; plain text has no keys to choose from."""
-    json_lines: bool = args.input_format == "jsonl" or (args.input_format == "auto" and path.suffix != ".txt")
-    if not json_lines and len(args.json_keys) > 1:
+def chunks_of(path: Path, args: argparse.Namespace) -> Iterator[TextChunk]:
+    """The documents of one file, in its format."""
+    kinds = {".txt": "text", ".parquet": "parquet"}
+    kind = args.input_format if args.input_format != "auto" else kinds.get(plain_suffix(path), "jsonl")
+    limit = int(args.max_document_mib * (1 << 20))
+    if kind == "parquet":
+        return find_rows(path, args.json_keys, CHUNK_BYTES, limit)
+    if kind == "text" and len(args.json_keys) > 1:
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: the plain text of {path} has one key; give one")
-    return json_lines
+    return find_chunks(path, kind == "jsonl", CHUNK_BYTES, limit)
 
 
 def write(encoded: Iterable[EncodedChunk], writers: Sequence[IndexedWriter], on_error: str) -> Totals:
     """Write every chunk, and stop at a broken line as --on-error says."""
-    totals = Totals()
+    totals = Totals([ColumnTotals() for _ in writers])
     for chunk in encoded:
         totals.add(chunk)
         if chunk.broken and on_error == "stop":
             raise DataError(f"{chunk.broken[0]}; correct it, or leave such lines out with --on-error skip")
         for writer, column in zip(writers, chunk.columns, strict=True):
             writer.add_documents(column.ids, column.lengths, column.counts)
-    if totals.broken and on_error == "report":
-        shown = "\n".join(f"  {place}" for place in totals.broken[:SHOWN_BROKEN_LINES])
-        more = len(totals.broken) - SHOWN_BROKEN_LINES
+    if totals.num_broken and on_error == "report":
+        shown = "\n".join(f"  {place}" for place in totals.broken)
+        more = totals.num_broken - len(totals.broken)
         raise DataError(
-            f"{len(totals.broken)} of {totals.documents + len(totals.broken)} are broken; nothing was written:\n{shown}"
+            f"{totals.num_broken} of {totals.documents + totals.num_broken} are broken; nothing was written:\n{shown}"
             + (f"\n  and {more} more" if more > 0 else "")
         )
     return totals
@@ -189,20 +223,21 @@ def write(encoded: Iterable[EncodedChunk], writers: Sequence[IndexedWriter], on_
 def watched(encoded: Iterable[EncodedChunk], total_bytes: int, log_interval: int) -> Iterator[EncodedChunk]:
     """The same chunks, with a progress bar on a terminal, else with a line now and then."""
     start = time.monotonic()
-    documents, done_bytes, logged = 0, 0, 0
+    documents, done_bytes, text_bytes, logged = 0, 0, 0, 0
     with tqdm(total=total_bytes, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
         for chunk in encoded:
             yield chunk
             documents += chunk.num_documents
-            done_bytes += chunk.source.size
+            done_bytes += chunk.source.read
+            text_bytes += chunk.source.size
             seconds = max(time.monotonic() - start, 1e-9)
             bar.set_postfix_str(f"{documents} docs, {documents / seconds:.0f} docs/s", refresh=False)
-            bar.update(chunk.source.size)
+            bar.update(chunk.source.read)
             if bar.disable and documents // log_interval > logged:
                 logged = documents // log_interval
                 left = seconds * (total_bytes - done_bytes) / max(done_bytes, 1)
                 print(
-                    f"{documents} documents, {documents / seconds:.0f} docs/s, {done_bytes / 1e6 / seconds:.2f} MB/s, "
+                    f"{documents} documents, {documents / seconds:.0f} docs/s, {text_bytes / 1e6 / seconds:.2f} MB/s, "
                     f"{100 * done_bytes / max(total_bytes, 1):.0f} %, {left:.0f} s left",
                     file=sys.stderr,
                     flush=True,
@@ -213,15 +248,23 @@ def print_summary(
     args: argparse.Namespace, tokenizer: Tokenizer, totals: Totals, writers: Sequence[IndexedWriter], seconds: float
 ) -> None:
     """What was read, what was left out, what was written, and how fast."""
-    empty = totals.empty or [0] * len(writers)
     print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size} ids, stored as {writers[0].dtype}")
-    for key, writer, num_empty in zip(args.json_keys, writers, empty, strict=True):
+    for key, writer, column in zip(args.json_keys, writers, totals.columns, strict=True):
+        sentences = f" of {writer.num_sequences} sentences" if args.split_sentences else ""
         print(
-            f"{writer.prefix}.bin, .idx: {totals.documents - num_empty} documents, {writer.num_tokens} tokens"
-            f" (key {key}, {num_empty} empty documents left out)"
+            f"{writer.prefix}.bin, .idx: {totals.documents - column.empty} documents{sentences}, {writer.num_tokens} "
+            f"tokens (key {key}, {column.empty} empty documents left out)"
         )
-    if totals.broken:
-        print(f"skipped {len(totals.broken)}; the first: {totals.broken[0]}")
+        if tokenizer.unknown is not None:
+            rate = 100 * column.unknown / max(writer.num_tokens, 1)
+            print(f"  unknown: {column.unknown} tokens, {rate:.2f} %")
+        if args.split_sentences and column.long:
+            print(
+                f"  too long for BERT: {column.long} documents with a sentence of more than {LONG_SEQUENCE} tokens; "
+                "training leaves them out"
+            )
+    if totals.num_broken:
+        print(f"skipped {totals.num_broken}, {totals.num_too_long} of them too long; the first: {totals.broken[0]}")
     print(
         f"{totals.documents} documents in {seconds:.1f} s: {totals.documents / seconds:.0f} docs/s, "
         f"{totals.bytes / 1e6 / seconds:.2f} MB/s with {args.workers} worker{'s' if args.workers > 1 else ''}"
@@ -244,9 +287,11 @@ def run(args: argparse.Namespace) -> None:
     )
     dtype = token_dtype(tokenizer.vocab_size)
     splitter = SentenceSplitter(args.lang, args.keep_newlines) if args.split_sentences else None
-    rules = EncodeRules(tuple(args.json_keys), dtype, tokenizer.eod if args.append_eod else None, splitter)
+    rules = EncodeRules(
+        tuple(args.json_keys), dtype, tokenizer.eod if args.append_eod else None, splitter, tokenizer.unknown
+    )
     files = input_files(args.input)
-    found: list[Iterator[TextChunk]] = [find_chunks(path, is_json(path, args), CHUNK_BYTES) for path in files]
+    found = [chunks_of(path, args) for path in files]
     total_bytes = sum(path.stat().st_size for path in files)
     start = time.monotonic()
     with ExitStack() as stack:

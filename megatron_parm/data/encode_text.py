@@ -17,37 +17,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_parm.data.sentences import SentenceSplitter
-from megatron_parm.data.text_chunks import BrokenLine, BrokenTextError, TextChunk, read_documents, texts_of
+from megatron_parm.data.text_chunks import BrokenLine, TextChunk, read_texts
 from megatron_parm.errors import DataError
 from megatron_parm.tokenizers.base import Tokenizer
 
 _CHUNKS_PER_WORKER = 3
+LONG_SEQUENCE = 512  # ids; Megatron's BERT leaves out a document with a longer sentence
 
 
 @dataclass(frozen=True)
 class EncodeRules:
     """Which fields become token ids, and whether `eod` ends each document (None: nothing does).
 
-    `splitter` makes one sequence of each sentence; without it a document is one sequence.
+    `splitter` makes one sequence of each sentence; without it a document is one sequence. `unknown` is the id to count.
     """
 
     keys: tuple[str, ...]
     dtype: "np.dtype[np.integer]"
     eod: int | None
     splitter: SentenceSplitter | None = None
+    unknown: int | None = None
 
 
 @dataclass(frozen=True)
 class EncodedColumn:
     """The documents of one key: ids back to back, length of each sequence, sequences of each document.
 
-    `num_empty` documents were left out.
+    `num_empty` documents were left out, `num_unknown` ids are unknown, `num_long` documents have a sequence of more
+    than 512 ids.
     """
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int32]
     counts: NDArray[np.int32]
     num_empty: int
+    num_unknown: int
+    num_long: int
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,8 @@ class EncodedChunk:
 
 def encode_chunk(chunk: TextChunk, tokenizer: Tokenizer, rules: EncodeRules) -> EncodedChunk:
     """Encode one chunk. A document that is broken for one key is left out for all."""
-    broken: list[BrokenLine] = []
-    lines: list[int] = []
-    texts: list[list[str]] = []
-    for line, document in read_documents(chunk):
-        try:
-            texts.append(texts_of(document, chunk.is_json, rules.keys))
-            lines.append(line)
-        except BrokenTextError as error:
-            broken.append(BrokenLine(chunk.path, line, error.reason))
+    found, broken = read_texts(chunk, rules.keys)
+    lines, texts = [line for line, _ in found], [texts for _, texts in found]
     try:
         encoded = [_encode_column(column, tokenizer, rules.splitter) for column in zip(*texts, strict=True)]
     except DataError:  # a tokenizer that refuses some text: find out which
@@ -139,7 +137,9 @@ def _column(encoded: Sequence[list[list[int]]], rules: EncodeRules) -> EncodedCo
     flat = list(chain.from_iterable(documents))
     lengths = np.array([len(ids) for ids in flat], dtype=np.int32)
     joined = np.fromiter(chain.from_iterable(flat), dtype=rules.dtype, count=int(lengths.sum(dtype=np.int64)))
-    return EncodedColumn(joined, lengths, counts, len(encoded) - len(documents))
+    num_unknown = 0 if rules.unknown is None else int(np.count_nonzero(joined == rules.unknown))
+    num_long = sum(any(len(ids) > LONG_SEQUENCE for ids in sequences) for sequences in documents)
+    return EncodedColumn(joined, lengths, counts, len(encoded) - len(documents), num_unknown, num_long)
 
 
 @contextmanager

@@ -1,20 +1,22 @@
 """Writes `.bin` and `.idx`, byte for byte as Megatron does. Floor 4.
 
 Both files grow under temporary names and take their own names only when complete, the `.idx` last: whatever stops the
-writer, no index that opens is left behind.
+writer, no index that opens is left behind. Memory does not grow with the number of sequences.
 """
 
 import contextlib
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BufferedWriter
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_parm.data.growing_column import GrowingColumn
 from megatron_parm.data.index_format import (
     HEADER,
     MAGIC,
@@ -41,16 +43,22 @@ class IndexedWriter:
         self.num_tokens = 0
         self._code = dtype_code(self.dtype)
         self._num_sequences = 0
-        self._lengths = array("i")
-        self._document_index = array("q", [0])
         self._modes: array[int] | None = array("b") if has_modes else None
         self._unfinished_bin = Path(f"{bin_path(prefix)}.unfinished-{os.getpid()}")
         self._unfinished_idx = Path(f"{idx_path(prefix)}.unfinished-{os.getpid()}")
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = self._unfinished_bin.open("wb")
+            self._lengths = GrowingColumn(self.prefix.parent, np.dtype("<i4"))
+            self._document_index = GrowingColumn(self.prefix.parent, np.dtype("<i8"))
+            self._document_index.add(np.zeros(1, dtype=np.int64))
         except OSError as error:
             raise DataError(f"cannot write {bin_path(prefix)}: {error.strerror}; choose a folder with room") from error
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences written so far."""
+        return self._num_sequences
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -74,7 +82,7 @@ class IndexedWriter:
         self._add_sequences(ids, sizes)
         if self._modes is not None:
             self._add_modes(np.array(modes if modes is not None else [0] * len(sizes), dtype=np.int8), len(sizes))
-        self._document_index.append(self._num_sequences)
+        self._record(self._document_index, np.array([self._num_sequences]))
 
     def add_documents(
         self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer] | None = None
@@ -83,7 +91,7 @@ class IndexedWriter:
         first = self._num_sequences
         self._add_sequences(ids, lengths)
         counts = np.ones(len(lengths), dtype=np.int64) if counts is None else counts
-        self._document_index.frombytes((first + np.cumsum(counts, dtype=np.int64)).tobytes())
+        self._record(self._document_index, first + np.cumsum(counts, dtype=np.int64))
         if self._modes is not None:
             self._add_modes(np.zeros(len(lengths), dtype=np.int8), len(lengths))
 
@@ -97,10 +105,10 @@ class IndexedWriter:
         first = self._num_sequences
         for numbers in dataset.chunks():
             self._write(numbers)
-        self._lengths.frombytes(np.ascontiguousarray(dataset.lengths, dtype=np.int32).tobytes())
+        self._record(self._lengths, dataset.lengths)
         self._num_sequences += len(dataset)
         self.num_tokens += dataset.num_tokens
-        self._document_index.frombytes((dataset.document_index[1:] + first).astype(np.int64).tobytes())
+        self._record(self._document_index, dataset.document_index[1:] + np.int64(first))
         if self._modes is not None:
             if dataset.modes is None:
                 raise DataError(
@@ -111,30 +119,27 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index and give both files their names."""
-        lengths = np.array(self._lengths, dtype="<i4")
-        document_index = np.array(self._document_index, dtype="<i8")
         try:
             with self._bin:
                 _flush_to_disk(self._bin)
             with self._unfinished_idx.open("wb") as idx:
-                idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(document_index)))
-                idx.write(lengths.tobytes())
-                idx.write(sequence_offsets(lengths, self.dtype.itemsize).astype("<i8").tobytes())
-                idx.write(document_index.tobytes())
+                idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._document_index)))
+                for part in chain(self._lengths.parts(), self._offsets(), self._document_index.parts()):
+                    idx.write(part.data)
                 if self._modes is not None:
                     idx.write(self._modes.tobytes())
                 _flush_to_disk(idx)
             idx_path(self.prefix).unlink(missing_ok=True)
             self._unfinished_bin.replace(bin_path(self.prefix))
             self._unfinished_idx.replace(idx_path(self.prefix))
+            self._close()
         except OSError as error:
             self.discard()
             raise DataError(f"cannot finish {bin_path(self.prefix)}: {error.strerror}; nothing was kept") from error
 
     def discard(self) -> None:
         """Remove what was written. Files of an earlier run under the same prefix stay as they were."""
-        with contextlib.suppress(OSError):
-            self._bin.close()
+        self._close()
         self._unfinished_bin.unlink(missing_ok=True)
         self._unfinished_idx.unlink(missing_ok=True)
 
@@ -151,7 +156,7 @@ class IndexedWriter:
                 f"({limits.min}..{limits.max}); the vocabulary size given to the writer is too small"
             )
         self._write(ids)
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._record(self._lengths, lengths)
         self._num_sequences += len(lengths)
         self.num_tokens += len(ids)
 
@@ -161,11 +166,29 @@ class IndexedWriter:
             raise DataError(f"{bin_path(self.prefix)}: {len(modes)} modes for {num_sequences} sequences")
         self._modes.frombytes(np.ascontiguousarray(modes, dtype=np.int8).tobytes())
 
+    def _offsets(self) -> Iterator[NDArray[np.int64]]:
+        """The byte offset of every sequence, some at a time."""
+        start = np.int64(0)
+        for part in self._lengths.parts():
+            yield (start + sequence_offsets(part, self.dtype.itemsize)).astype("<i8")
+            start += part.sum(dtype=np.int64) * np.int64(self.dtype.itemsize)
+
     def _write(self, ids: NDArray[np.integer]) -> None:
         try:
             self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         except OSError as error:
             raise DataError(f"cannot write {bin_path(self.prefix)}: {error.strerror}; nothing was kept") from error
+
+    def _record(self, column: GrowingColumn, numbers: NDArray[np.integer]) -> None:
+        try:
+            column.add(numbers)
+        except OSError as error:
+            raise DataError(f"cannot write beside {self.prefix}: {error.strerror}; nothing was kept") from error
+
+    def _close(self) -> None:
+        for file in (self._bin, self._lengths, self._document_index):
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _flush_to_disk(file: BufferedWriter) -> None:

@@ -1,6 +1,8 @@
 """The bytes of .bin and .idx. Reference: sha256 of files that Megatron writes for the same sequences."""
 
 import hashlib
+import os
+import resource
 
 import numpy as np
 import pytest
@@ -100,3 +102,20 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
 
 def _writer(folder) -> IndexedWriter:
     return IndexedWriter(folder / "x", np.dtype("u2"))
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path) -> None:
+    """Ten million documents in a child of its own; the numbers of the index alone are 200 MB."""
+    child = os.fork()
+    if child == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ids, lengths = np.ones(100_000, dtype=np.uint16), np.ones(100_000, dtype=np.int32)
+        with IndexedWriter(tmp_path / "x", np.dtype("u2")) as writer:
+            for _ in range(100):
+                writer.add_documents(ids, lengths)
+        (tmp_path / "grown").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dataset = IndexedDataset(tmp_path / "x")
+    assert dataset.num_documents == 10_000_000 and dataset.read(9_999_999).tolist() == [1]
+    assert int((tmp_path / "grown").read_text()) < 80_000  # KiB

@@ -45,6 +45,7 @@ OPTIONAL = (
     "transformers",
     "datasets",
     "pyarrow",
+    "zstandard",
     "lm_eval",
     "deepspeed",
     "megatron",

@@ -100,7 +100,7 @@ def test_skip_leaves_out_and_counts(tmp_path, capsys) -> None:  # FC-04
     lines = [{"text": "1"}, {"text": "2"}, "{", {"text": "4"}, {"text": "5"}]
     assert run(tmp_path, lines, "--on-error", "skip") == 0
     assert documents(tmp_path / "c_text_document") == [[[1]], [[2]], [[4]], [[5]]]
-    assert "skipped 1; the first: " in capsys.readouterr().out
+    assert "skipped 1, 0 of them too long; the first: " in capsys.readouterr().out
 
 
 def test_report_names_every_broken_line_and_writes_nothing(tmp_path, capsys) -> None:
