@@ -1,10 +1,11 @@
 """Makes the quickstart's corpus from real text that every Python carries, and a small tokenizer for it. Floor 8.
 
     python examples/quickstart_corpus.py --output-dir runs/quickstart/data
+    python examples/quickstart_corpus.py --output-dir runs/quickstart_bert/data --word-pieces
 
 Writes corpus.jsonl (the help topics of `pydoc_data.topics` and the docstrings of the standard library, read from its
-sources without importing them), vocab.json and merges.txt (a byte-level BPE trained on that corpus). The same Python
-gives the same files. What is already there, complete, is left alone.
+sources without importing them), and a vocabulary trained on that corpus: vocab.json and merges.txt of a byte-level BPE,
+or vocab.txt of BERT's word pieces. The same Python gives the same files. What is there already, whole, is left alone.
 """
 
 import argparse
@@ -17,13 +18,15 @@ import sysconfig
 import textwrap
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_CHARACTERS = 80
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 HEADING = re.compile(r"^[^\n]+\n\*+\n+")
@@ -76,11 +79,47 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> tuple[str, str
     return json.dumps(model["vocab"], ensure_ascii=False), f"#version: 0.2\n{merges}\n"
 
 
+def train_word_pieces(documents: Sequence[str], vocab_size: int) -> str:
+    """The text of vocab.txt: lower-case word pieces, the most frequent pieces of a BPE in their places within words.
+
+    Not by the library's own trainer of word pieces, whose ties fall differently in every run.
+    """
+    engine = Tokenizer(models.BPE())
+    engine.normalizer = normalizers.BertNormalizer(lowercase=True)
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False))
+    words = Counter(
+        word
+        for text in documents
+        for word, _ in engine.pre_tokenizer.pre_tokenize_str(engine.normalizer.normalize_str(text))
+    )
+    counts: Counter[str] = Counter()
+    characters: set[str] = set()
+    for word, count in words.items():
+        first, *others = engine.encode(word).tokens
+        counts.update({first: count})
+        counts.update({f"##{piece}": count for piece in others})
+        characters.update([word[0], *(f"##{character}" for character in word[1:])])
+    by_frequency = sorted(counts.keys() - characters, key=lambda piece: (-counts[piece], piece))
+    pieces = [*SPECIAL_PIECES, *sorted(characters), *by_frequency][:vocab_size]
+    return "".join(f"{piece}\n" for piece in pieces)
+
+
+def make_files(documents: Sequence[str], vocab_size: int, *, word_pieces: bool) -> dict[str, str]:
+    """Name -> text of every file."""
+    files = {"corpus.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in documents)}
+    if word_pieces:
+        return files | {"vocab.txt": train_word_pieces(documents, vocab_size)}
+    vocabulary, merges = train_tokenizer(documents, vocab_size)
+    return files | {"vocab.json": vocabulary, "merges.txt": merges}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the three files unless they are there; returns the exit code."""
+    """Write the files unless they are there; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the three files")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the files")
     parser.add_argument("--vocab-size", type=int, default=2048, help="tokens of the vocabulary (default: 2048)")
+    parser.add_argument("--word-pieces", action="store_true", help="a vocab.txt for BERT, not a byte-level BPE")
     args = parser.parse_args(argv)
     if args.vocab_size < 257:
         print(
@@ -90,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = args.output_dir
     receipt = folder / "corpus.json"  # written last, so the files beside it are whole
     facts = {"python": sys.version, "vocab_size": args.vocab_size}
-    names = ("corpus.jsonl", "vocab.json", "merges.txt")
+    names = ("corpus.jsonl", *(("vocab.txt",) if args.word_pieces else ("vocab.json", "merges.txt")))
     if (
         receipt.is_file()
         and receipt.read_text() == json.dumps(facts)
@@ -100,16 +139,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     start = time.monotonic()
     documents = make_corpus()
-    vocabulary, merges = train_tokenizer(documents, args.vocab_size)
+    files = make_files(documents, args.vocab_size, word_pieces=args.word_pieces)
     folder.mkdir(parents=True, exist_ok=True)
     receipt.unlink(missing_ok=True)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    for name, text in zip(names, (lines, vocabulary, merges), strict=True):
+    for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     receipt.write_text(json.dumps(facts))
     print(
-        f"{folder}: {len(documents)} documents, {len(lines) / 1e6:.1f} MB of text, a vocabulary of {args.vocab_size} "
-        f"tokens; {time.monotonic() - start:.1f} s"
+        f"{folder}: {len(documents)} documents, {len(files['corpus.jsonl']) / 1e6:.1f} MB of text, a vocabulary of "
+        f"{args.vocab_size} tokens; {time.monotonic() - start:.1f} s"
     )
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 from examples import quickstart_corpus
 from examples.quickstart_corpus import docstrings, main
 from megatron_parm.tokenizers.gpt2_bpe import GPT2BPETokenizer
+from megatron_parm.tokenizers.wordpiece import WordPieceTokenizer
 
 LONG = "a sentence long enough to be kept as a document of the corpus " * 2
 
@@ -58,3 +59,13 @@ def test_the_tokenizer_is_gpt2_shaped(library, tmp_path) -> None:
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path, capsys) -> None:
     assert main(["--output-dir", str(tmp_path), "--vocab-size", "256"]) == 2
     assert "at least 257" in capsys.readouterr().err
+
+
+def test_word_pieces_are_those_of_a_bert_and_the_same_every_time(library, tmp_path) -> None:
+    for folder in ("one", "two"):
+        assert main(["--output-dir", str(tmp_path / folder), "--vocab-size", "300", "--word-pieces"]) == 0
+    first, second = ((tmp_path / folder / "vocab.txt").read_bytes() for folder in ("one", "two"))
+    assert first == second and not (tmp_path / "one" / "vocab.json").exists()
+    tokenizer = WordPieceTokenizer(tmp_path / "one" / "vocab.txt", lower_case=True)
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
+    assert tokenizer.decode(tokenizer.encode("A SENTENCE of the corpus")) == "a sentence of the corpus"

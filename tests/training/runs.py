@@ -24,6 +24,8 @@ from megatron_parm.observe.records import Record
 from megatron_parm.observe.sinks import Recorder
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training import entrance
+from megatron_parm.training.family import ModelFamily
+from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.resume import model_tensors, open_checkpoint, optimizer_tensors
 from megatron_parm.training.trainer import Trainer
 
@@ -112,16 +114,18 @@ class Text:
         pass
 
 
-def make_trainer(ctx: ParallelContext, argv: list[str], events: list[Event], said: Any) -> Trainer:
+def make_trainer(
+    ctx: ParallelContext, argv: list[str], events: list[Event], said: Any, family: ModelFamily = GPT
+) -> Trainer:
     """A trainer for these flags, resumed from its checkpoint if they name one."""
-    config, _ = parse_run_config(argv)
+    config, _ = parse_run_config(argv, model=family.kind)
     check_run(config, ctx.world.size)
     config = resolve(config, ctx.world.size)
     log = Log(ctx.rank, out=said, err=said)
     saved = open_checkpoint(config, ctx, log)
     recorder = Recorder(log.warn_once)
     recorder.add("kept", lambda: Kept(events))
-    return entrance.make_trainer(config, ctx, log, recorder, saved)
+    return entrance.make_trainer(config, ctx, log, recorder, saved, family)
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -131,7 +135,9 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in {**tensors, **run.random_states.state_dict()}.items()}
 
 
-def run_training(ctx: ParallelContext, argv: list[str], fault: Callable[[int], Any] | None = None) -> Outcome:
+def run_training(
+    ctx: ParallelContext, argv: list[str], fault: Callable[[int], Any] | None = None, family: ModelFamily = GPT
+) -> Outcome:
     """Train as `pretrain` would; one of our errors ends it and is told in the outcome.
 
     `fault` makes, for this rank, a context manager under which the run goes on after it was assembled.
@@ -139,7 +145,7 @@ def run_training(ctx: ParallelContext, argv: list[str], fault: Callable[[int], A
     said, outcome = Text(), Outcome()
     trainer = None
     try:
-        trainer = make_trainer(ctx, argv, outcome.events, said)
+        trainer = make_trainer(ctx, argv, outcome.events, said, family)
         with nullcontext() if fault is None else fault(ctx.rank):
             trainer.train()
     except MegatronParmError as error:
