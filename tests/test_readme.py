@@ -21,7 +21,7 @@ from megatron_parm import errors
 from megatron_parm.config.checks import NEED_SLOTS
 from megatron_parm.config.fields import Flag, flags_of
 from megatron_parm.config.moe import MoEConfig
-from megatron_parm.config.parser import parse_run_config
+from megatron_parm.config.parser import ModelKind, parse_run_config
 from megatron_parm.config.run import check_run
 from megatron_parm.errors import ConfigError, MegatronParmError
 from megatron_parm.moe import cost
@@ -39,6 +39,7 @@ DOCUMENTS = (
     "SECURITY.md",
     "docs/parm.md",
     "docs/flags.md",
+    "docs/bert.md",
     "docs/formats.md",
     "docs/field-cases.md",
     "requirements-gpu.txt",
@@ -47,6 +48,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PARM = (ROOT / "docs/parm.md").read_text(encoding="utf-8")
 TRAINING = "pretrain_gpt.py"
+TRAININGS: dict[str, ModelKind] = {TRAINING: "GPT", "pretrain_bert.py": "BERT"}
 OUR_PATHS = re.compile(r"(?:\.ci|tools|examples|tests|docs|megatron_parm|requirements)[\w./-]*\.\w+|pretrain_\w+\.py")
 
 
@@ -110,11 +112,11 @@ def test_a_command_names_files_that_exist_and_flags_that_are_known(
     script, arguments = words[place], words[place + 1 :]
     assert (ROOT / script).is_file(), script
     world = _world_of(words)
-    if script == TRAINING:
+    if script in TRAININGS:
         for block in _blocks("yaml"):
             (tmp_path / block.text.split("\n")[0].removeprefix("# ")).write_text(block.text)
         monkeypatch.chdir(tmp_path)
-        config, notes = parse_run_config(arguments)
+        config, notes = parse_run_config(arguments, model=TRAININGS[script])
         check_run(config, world)
         assert notes == []
     elif script.endswith(".py"):
@@ -130,7 +132,7 @@ def test_there_are_commands_of_every_kind() -> None:
     """The blocks are found at all, and every tool is shown or named somewhere."""
     scripts = {words[_script_of(words)] for _, words in _commands()}
     tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
-    assert {TRAINING, "examples/quickstart.sh", "tests/run.sh"} <= scripts
+    assert {*TRAININGS, "examples/quickstart.sh", "tests/run.sh"} <= scripts
     assert {tool for tool in tools - scripts if not any(tool in text for text in (README, CONTRIBUTING))} == set()
     assert {1, 8, 32} <= {_world_of(words) for _, words in _commands()}
 

@@ -54,23 +54,26 @@ def _sizes(layout: Layout) -> str:
     )
 
 
-def _can_run(layout: Layout, schedule: str, bert_layout: str) -> bool:
-    return schedule != "deepspeed" or layout.esp in (1, layout.tp)
+def _can_run(layout: Layout, schedule: str, bert_layout: str, is_cut: bool) -> bool:
+    return (schedule != "deepspeed" or layout.esp in (1, layout.tp)) and (not is_cut or layout.tp > 1)
 
 
 @pytest.mark.cover(
     layout=MOE_LAYOUTS[1:],
     schedule=("baseline", "deepspeed", "s1", "s2", "s1h", "s2h"),
     bert_layout=("megatron", "original"),
+    is_cut=(False, True),
     where=_can_run,
 )
 def test_every_layout_and_schedule_tells_the_losses_of_one_process(
-    pools: Pools, corpus: str, layout: Layout, schedule: str, bert_layout: str
+    pools: Pools, corpus: str, layout: Layout, schedule: str, bert_layout: str, is_cut: bool
 ) -> None:
+    """`is_cut`: with sequence parallelism."""
     argv = (corpus, MOE, f"--bert-layout {bert_layout}")
     alone = _run(pools, SINGLE, *argv, "--moe-schedule baseline")[0]
+    more = "--sequence-parallel" if is_cut else ""
     assert alone.column("sop_loss", "valid") and len(alone.column("sop_loss")) == 3
-    for outcome in _run(pools, layout, *argv, f"--moe-schedule {schedule}", _sizes(layout)):
+    for outcome in _run(pools, layout, *argv, f"--moe-schedule {schedule}", _sizes(layout), more):
         for name in ("lm_loss", "sop_loss", "load_balancing_loss", "grad_norm"):
             assert outcome.column(name) == pytest.approx(alone.column(name), rel=EQUAL)
         for name in ("lm_loss", "sop_loss"):
