@@ -54,30 +54,60 @@ def _sizes(layout: Layout) -> str:
     )
 
 
-def _can_run(layout: Layout, schedule: str, bert_layout: str, is_cut: bool) -> bool:
+@pytest.fixture(scope="module")
+def alone(pools: Pools, corpus: str) -> dict[str, Outcome]:
+    """By layout of norms: the MoE run on one process."""
+    return {kind: _run(pools, SINGLE, corpus, MOE, f"--bert-layout {kind}")[0] for kind in ("megatron", "original")}
+
+
+def _compare(pools: Pools, corpus: str, alone: dict[str, Outcome], layout: Layout, kind: str, more: str) -> None:
+    assert len(alone[kind].column("sop_loss")) == 3 and alone[kind].column("sop_loss", "valid")
+    for outcome in _run(pools, layout, corpus, MOE, f"--bert-layout {kind}", _sizes(layout), more):
+        for name in ("lm_loss", "sop_loss", "load_balancing_loss", "grad_norm"):
+            assert outcome.column(name) == pytest.approx(alone[kind].column(name), rel=EQUAL)
+        for name in ("lm_loss", "sop_loss"):
+            assert outcome.column(name, "valid") == pytest.approx(alone[kind].column(name, "valid"), rel=EQUAL)
+
+
+# every schedule, every axis, with and without sequence parallelism, on 2, 4 and 8 processes
+ROWS = [
+    (Layout(2, tp=2, esp=2), "baseline", "megatron", False),
+    (Layout(2, ep=2), "s2", "original", False),
+    (Layout(4, tp=2, esp=2, ep=2), "deepspeed", "original", True),
+    (Layout(4, tp=2, ep=2), "s1", "megatron", True),
+    (Layout(4, tp=4, esp=2, ep=2), "s1", "original", False),
+    (Layout(8, tp=2, esp=2, ep=2), "s1h", "megatron", False),
+    (Layout(8, tp=4, esp=2, ep=4), "s2h", "original", True),
+    (Layout(8, tp=2, esp=4, ep=2), "s2", "megatron", True),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_layouts_and_schedules_tell_the_losses_of_one_process(
+    pools: Pools, corpus: str, alone: dict[str, Outcome], row: tuple[Layout, str, str, bool]
+) -> None:
+    layout, schedule, kind, is_cut = row
+    more = f"--moe-schedule {schedule}" + (" --sequence-parallel" if is_cut else "")
+    _compare(pools, corpus, alone, layout, kind, more)
+
+
+def _can_run(layout: Layout, schedule: str, kind: str, is_cut: bool) -> bool:
     return (schedule != "deepspeed" or layout.esp in (1, layout.tp)) and (not is_cut or layout.tp > 1)
 
 
+@pytest.mark.full
 @pytest.mark.cover(
     layout=MOE_LAYOUTS[1:],
     schedule=("baseline", "deepspeed", "s1", "s2", "s1h", "s2h"),
-    bert_layout=("megatron", "original"),
+    kind=("megatron", "original"),
     is_cut=(False, True),
     where=_can_run,
 )
 def test_every_layout_and_schedule_tells_the_losses_of_one_process(
-    pools: Pools, corpus: str, layout: Layout, schedule: str, bert_layout: str, is_cut: bool
+    pools: Pools, corpus: str, alone: dict[str, Outcome], layout: Layout, schedule: str, kind: str, is_cut: bool
 ) -> None:
-    """`is_cut`: with sequence parallelism."""
-    argv = (corpus, MOE, f"--bert-layout {bert_layout}")
-    alone = _run(pools, SINGLE, *argv, "--moe-schedule baseline")[0]
-    more = "--sequence-parallel" if is_cut else ""
-    assert alone.column("sop_loss", "valid") and len(alone.column("sop_loss")) == 3
-    for outcome in _run(pools, layout, *argv, f"--moe-schedule {schedule}", _sizes(layout), more):
-        for name in ("lm_loss", "sop_loss", "load_balancing_loss", "grad_norm"):
-            assert outcome.column(name) == pytest.approx(alone.column(name), rel=EQUAL)
-        for name in ("lm_loss", "sop_loss"):
-            assert outcome.column(name, "valid") == pytest.approx(alone.column(name, "valid"), rel=EQUAL)
+    more = f"--moe-schedule {schedule}" + (" --sequence-parallel" if is_cut else "")
+    _compare(pools, corpus, alone, layout, kind, more)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=2), Layout(8, tp=4)], ids=str)
