@@ -158,17 +158,6 @@ def check_experts(moe: MoEConfig, model: ModelConfig, esp: int) -> None:
             f"--moe-ffn-hidden-size {width // esp * esp + esp}, or "
             f"--expert-tensor-parallel-size {one_of(divisors(width))}"
         )
-    topk = moe.moe_router_topk
-    if topk > moe.num_experts:
-        raise ConfigError(
-            f"--moe-router-topk {topk} is more than --num-experts {moe.num_experts}; use --moe-router-topk "
-            f"{moe.num_experts} or less"
-        )
-    if topk == 1 and not moe.moe_router_pre_softmax:
-        raise ConfigError(
-            "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one chosen expert is always 1, and the "
-            "router would not learn"
-        )
     for flag, factor in (
         ("--moe-expert-capacity-factor", moe.moe_expert_capacity_factor),
         ("--moe-eval-capacity-factor", moe.moe_eval_capacity_factor),

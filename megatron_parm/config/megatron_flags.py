@@ -238,23 +238,26 @@ _MOE: dict[str, Entry] = (
         "the experts of a rank are always one batched product",
         "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion",
     )
-    | _ignored("figures are logged over all MoE layers in this release", "moe-per-layer-logging")
-    | _ignored("it only concerns the expert bias, which is not in this release", "moe-router-bias-update-rate", "one")
-    | _refused("not in this release; use softmax", "moe-router-score-function", harmless=("softmax",))
-    | _refused(
-        "not in this release; every token may go to any expert",
-        "moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor moe-router-topk-limited-devices",
+    | _ignored(
+        "the shared expert is computed after the chosen ones, with the same results", "moe-shared-expert-overlap"
     )
-    | _refused("not in this release; use --moe-aux-loss-coeff", "moe-router-enable-expert-bias")
+    | _refused(
+        "Megatron renamed it; use --moe-router-num-groups and --moe-router-group-topk",
+        "moe-router-topk-limited-devices",
+    )
     | _refused("not in this release; use --moe-expert-capacity-factor", "moe-expert-rank-capacity-factor")
     | _refused(
         "not in this release; leave it out for plain routed experts",
-        "moe-shared-expert-intermediate-size moe-shared-expert-overlap moe-shared-expert-gate moe-input-jitter-eps "
-        "moe-apply-probs-on-input moe-use-upcycling moe-upcycling-granularity",
+        "moe-apply-probs-on-input",
+    )
+    | _refused(
+        "not in this release; every expert is a copy of the whole feed-forward, which is granularity 1",
+        "moe-upcycling-granularity",
+        harmless=("1",),
     )
     | _refused(
         "not in this release; leave it out for the router's own choice",
-        "moe-router-force-load-balancing moe-enable-routing-replay moe-routing-trace-path",
+        "moe-enable-routing-replay moe-routing-trace-path",
     )
 )
 

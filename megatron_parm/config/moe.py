@@ -11,11 +11,12 @@ from megatron_parm.config.layer_pattern import moe_layer_pattern
 from megatron_parm.errors import ConfigError
 
 Schedule = Literal["auto", "baseline", "deepspeed", "s1", "s2", "s1h", "s2h"]
-BalancingType = Literal["aux_loss", "none"]
+BalancingType = Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"]
 RouterDtype = Literal["fp32", "fp64"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
 
-_BALANCING = "not in this release; use aux_loss or none"
+_BALANCING = "not in this release; use aux_loss, seq_aux_loss, sinkhorn or none"
 
 
 def _read_num_experts(words: Sequence[str]) -> int:
@@ -26,6 +27,15 @@ def _read_num_experts(words: Sequence[str]) -> int:
             "DeepSpeed's list of different numbers is not in this release"
         )
     return int(words[0])
+
+
+def _read_balancing(words: Sequence[str]) -> str:
+    if len(words) > 1:
+        raise ConfigError(
+            f"--moe-router-load-balancing-type {' '.join(words)}: a run has one balance loss in this release; keep one "
+            "of them, with one --moe-aux-loss-coeff"
+        )
+    return words[0]
 
 
 def _read_pipeline_chunks(words: Sequence[str]) -> str:
@@ -56,12 +66,58 @@ class MoEConfig:
     moe_router_pre_softmax: bool = flag(False, help="take probabilities over all experts before the top-k choice")
     moe_router_load_balancing_type: BalancingType = flag(
         "aux_loss",
-        help="how the router is kept balanced",
-        refused=dict.fromkeys(("seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing"), _BALANCING),
+        help="how the router is kept balanced: a loss of each micro-batch, or of each sequence, or an even choice",
+        refused=dict.fromkeys(("global_aux_loss", "quantile_balancing"), _BALANCING),
+        read=_read_balancing,
+        takes_several=True,
     )
     moe_aux_loss_coeff: float = flag(0.0, help="weight of the load-balancing loss", at_least=0, zero_means="off")
     moe_z_loss_coeff: float | None = flag(None, help="weight of the router's z-loss", at_least=0, none_means="off")
     moe_router_dtype: RouterDtype = flag("fp32", help="arithmetic of the router")
+    moe_router_score_function: ScoreFunction = flag(
+        "softmax",
+        help="score of an expert; sigmoid: weights are scores divided by their sum",
+        refused={"sqrtsoftplus": "not in this release; use softmax or sigmoid"},
+    )
+    moe_router_num_groups: int | None = flag(
+        None, help="groups of experts, of which a token chooses some", unit="groups", at_least=1, none_means="no groups"
+    )
+    moe_router_group_topk: int | None = flag(
+        None, help="groups a token chooses, used with --moe-router-num-groups", unit="groups", at_least=1
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, help="multiplies the weights of the chosen experts", above=0, none_means="1"
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, help="balance without a loss: a bias on each expert's score, moved once a step by the loads"
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3, help="how far that bias moves in a step; 0 keeps it where it is", at_least=0
+    )
+    moe_input_jitter_eps: float | None = flag(
+        None,
+        help="in training the router sees its input times a random number within this distance of 1",
+        above=0,
+        below=1,
+        none_means="off",
+    )
+    moe_router_force_load_balancing: bool = flag(
+        False, help="send tokens to the experts by turns, whatever the scores: for measurements only"
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None,
+        help="width of an expert that every token passes, beside the chosen ones",
+        unit="features",
+        at_least=1,
+        none_means="no shared expert",
+    )
+    moe_shared_expert_gate: bool = flag(False, help="weigh the shared expert by a sigmoid gate of its own")
+    moe_per_layer_logging: bool = flag(
+        False, help="write the router's figures of every MoE layer to TensorBoard and --log-json"
+    )
+    moe_use_upcycling: bool = flag(
+        False, help="fill the model from the dense checkpoint in --load: every expert a copy of the feed-forward"
+    )
     moe_expert_capacity_factor: float | None = flag(
         None,
         help="slots of an expert, as a multiple of its even share of the tokens; negative = no limit",
@@ -109,6 +165,22 @@ class MoEConfig:
         if self.moe_eval_capacity_factor is None:
             return self.capacity_factor
         return _limit(self.moe_eval_capacity_factor)
+
+    @property
+    def balance_coefficient(self) -> float | None:
+        """Weight of the balance loss; None where there is none, 0 where it is computed for the log alone."""
+        return self.moe_aux_loss_coeff if self.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss") else None
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """True if the weights of a token's chosen experts always do."""
+        if self.moe_router_load_balancing_type == "sinkhorn" and not self.moe_router_force_load_balancing:
+            return False
+        if self.moe_router_topk_scaling_factor not in (None, 1.0):
+            return False
+        return (
+            self.moe_router_topk > 1 if self.moe_router_score_function == "sigmoid" else not self.moe_router_pre_softmax
+        )
 
     @property
     def pipeline_chunks(self) -> int | None:

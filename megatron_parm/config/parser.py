@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from megatron_parm import __version__
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checks import remarks
+from megatron_parm.config.checks_router import router_remarks
 from megatron_parm.config.config_file import Takes, did_you_mean, words_of_file
 from megatron_parm.config.fields import Flag, flags_of
 from megatron_parm.config.megatron_flags import MEGATRON_FLAGS, Entry, Ignored, Refused, Sets, Spelling
@@ -279,4 +280,5 @@ def parse_run_config(
             )
     settings = read_settings(parser, argv, classes)
     config = run_from_sections(settings.sections)
-    return config, [*settings.notes, *remarks(config.checkpoint, config.model, config.parallel, config.moe)]
+    notes = [*settings.notes, *remarks(config.checkpoint, config.model, config.parallel, config.moe)]
+    return config, notes if config.moe is None else [*notes, *router_remarks(config.moe)]

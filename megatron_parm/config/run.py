@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_parm.config import checks, checks_activations
+from megatron_parm.config import checks, checks_activations, checks_router
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
@@ -69,6 +69,11 @@ class RunConfig:
         return 1 if self.moe is None else self.parallel.esp
 
     @property
+    def upcycles(self) -> bool:
+        """True if the checkpoint to load is of a dense model, whose feed-forward becomes the experts."""
+        return self.moe is not None and self.moe.moe_use_upcycling
+
+    @property
     def router_dtype(self) -> RouterDtype:
         """Arithmetic of the router: never less than the model's own, so fp64 in an fp64 run. Only with experts."""
         assert self.moe is not None, "a dense model has no router"
@@ -99,6 +104,9 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_model(model, tp, config.data.seq_length, has_dense_layer=not all(config.moe_layers))
     if moe is not None:
         checks.check_experts(moe, model, config.esp)
+        checks_router.check_router(moe)
+        checks_router.check_shared_expert(moe, tp)
+        checks_router.check_upcycling(moe, model, config.checkpoint)
         checks.check_schedule(moe, tp, config.esp, config.data.seq_length * config.training.micro_batch_size)
     checks_activations.check_sequence_parallel(parallel, config.data.seq_length)
     checks.check_batches(config.training, parallel, world)

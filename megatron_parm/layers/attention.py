@@ -21,7 +21,8 @@ from megatron_parm.parallel.context import Axis
 class AttentionShape:
     """Sizes and habits of one attention. `num_query_groups` is the number of key/value heads and divides by tp.
 
-    `norm_of_heads` normalises each query and key head (`--qk-layernorm`).
+    `norm_of_heads` normalises each query and key head (`--qk-layernorm`). `window`: a query attends to itself and that
+    many positions before it (`--window-size`).
     """
 
     hidden_size: int
@@ -35,6 +36,7 @@ class AttentionShape:
     norm_of_heads: NormKind | None = None
     norm_epsilon: float = 1e-5
     norm_is_zero_centred: bool = False
+    window: int | None = None
 
 
 class SelfAttention(nn.Module):

@@ -13,14 +13,14 @@ from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
 from megatron_parm.models.execution import Execution
 from megatron_parm.models.gpt import GPTModel
+from megatron_parm.models.moe_layer import make_moe_layer
 from megatron_parm.models.shape import ModelShape
+from megatron_parm.moe.balance import update_expert_biases
 from megatron_parm.moe.choose import Choice, choose
 from megatron_parm.moe.cost import PUBLISHED, CostModel, LayerShape
-from megatron_parm.moe.experts import Experts
-from megatron_parm.moe.gate import Gate, GateSettings
 from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.losses import BackwardScale
-from megatron_parm.moe.record import RoutingRecord
+from megatron_parm.moe.record import RoutingRecord, RoutingSummary
 from megatron_parm.parallel.context import ParallelContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -45,6 +45,10 @@ class BuiltModel:
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers of this stage, in order."""
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]
+
+    def balance_experts(self, summary: RoutingSummary, rate: float) -> None:
+        """Move the routers' biases, where they have some, by the loads of a whole step."""
+        update_expert_biases([layer.router for layer in self.moe_layers], summary, rate)
 
     def use_schedule(self, name: str, chunks: int, reason: str) -> None:
         """Run every MoE layer by the schedule of that name from now on."""
@@ -72,10 +76,10 @@ def build_gpt(
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
     execution = execution_of(config)
-    scale, record = BackwardScale(), RoutingRecord()
+    scale, record = BackwardScale(), _routing_record(config)
     model = GPTModel(
         shape,
-        feed_forward_maker(config, shape, choice, scale, record, ctx),
+        feed_forward_maker(config, shape, choice, scale, record, ctx, generator),
         tp=ctx.tp,
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
@@ -105,10 +109,10 @@ def build_bert(
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
     execution = execution_of(config)
-    scale, record = BackwardScale(), RoutingRecord()
+    scale, record = BackwardScale(), _routing_record(config)
     model = BertModel(
         shape,
-        feed_forward_maker(config, shape, choice, scale, record, ctx),
+        feed_forward_maker(config, shape, choice, scale, record, ctx, generator),
         tp=ctx.tp,
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
@@ -127,8 +131,12 @@ def feed_forward_maker(
     scale: BackwardScale,
     record: RoutingRecord,
     ctx: ParallelContext,
+    generator: torch.Generator,
 ) -> FeedForwardMaker:
-    """What makes each layer's feed-forward: dense, or of experts where the pattern of the settings has them."""
+    """What makes each layer's feed-forward: dense, or of experts where the pattern of the settings has them.
+
+    `generator` draws alike on the ranks of tp.
+    """
     dtype = DTYPES[config.training.precision]
     pattern, execution = config.moe_layers, execution_of(config)
 
@@ -136,7 +144,7 @@ def feed_forward_maker(
         if not pattern[layer]:
             return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device, execution=execution)
         assert choice is not None
-        return _moe_layer(config, shape, layer, choice, scale, record, ctx, dtype)
+        return make_moe_layer(config, shape, layer, choice, scale, record, ctx, generator, dtype)
 
     return feed_forward
 
@@ -177,6 +185,11 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
     )
 
 
+def _routing_record(config: RunConfig) -> RoutingRecord:
+    layers = [layer for layer, is_moe in enumerate(config.moe_layers) if is_moe]
+    return RoutingRecord(layers, config.moe.num_experts if config.moe else 0)
+
+
 def choose_schedule(config: RunConfig, ctx: ParallelContext, cost_model: CostModel = PUBLISHED) -> Choice | None:
     """The schedule of the MoE layers and why; None for a dense model. Needs no communication."""
     if config.moe is None:
@@ -210,62 +223,3 @@ def _initialiser(config: RunConfig) -> Initialiser:
     if config.model.init_method_xavier_uniform:
         return Initialiser("xavier_uniform")
     return Initialiser("normal", config.model.init_method_std)
-
-
-def _moe_layer(
-    config: RunConfig,
-    shape: ModelShape,
-    layer: int,
-    choice: Choice,
-    scale: BackwardScale,
-    record: RoutingRecord,
-    ctx: ParallelContext,
-    dtype: torch.dtype,
-) -> MoELayer:
-    moe = config.moe
-    assert moe is not None
-    settings = GateSettings(
-        num_experts=moe.num_experts,
-        topk=moe.moe_router_topk,
-        capacity_factor=moe.capacity_factor,
-        eval_capacity_factor=moe.eval_capacity_factor,
-        min_capacity=moe.moe_min_capacity,
-        drop_policy=moe.moe_token_drop_policy,
-        pads_to_capacity=moe.moe_pad_expert_input_to_capacity,
-        pre_softmax=moe.moe_router_pre_softmax,
-        balance_coefficient=moe.moe_aux_loss_coeff if moe.moe_router_load_balancing_type == "aux_loss" else None,
-        z_coefficient=moe.moe_z_loss_coeff,
-        router_dtype=DTYPES[config.router_dtype],
-    )
-    gate = Gate(
-        shape.hidden_size,
-        settings,
-        layer=layer,
-        tp=ctx.tp,
-        scale=scale,
-        record=record,
-        initialiser=shape.initialiser,
-        dtype=dtype,
-        device=ctx.device,
-    )
-    experts = Experts(
-        shape.hidden_size,
-        config.expert_size,
-        moe.num_experts,
-        activation=shape.activation,
-        bias=shape.has_bias,
-        ep=ctx.ep,
-        esp=ctx.esp,
-        initialiser=replace(shape.initialiser, per_leading=True),
-        output_initialiser=replace(shape.output_initialiser, per_leading=True),
-        dtype=dtype,
-        device=ctx.device,
-    )
-    return MoELayer(
-        gate,
-        experts,
-        schedule=choice.schedule,
-        chunks=choice.chunks,
-        sequence_parallel=config.parallel.sequence_parallel,
-        ctx=ctx,
-    )

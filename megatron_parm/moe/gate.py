@@ -127,9 +127,9 @@ class Gate(nn.Module):
         self._generator = generator
         shape = (settings.num_experts, hidden_size)
         self.weight = attach(make_parameter(shape, dtype=dtype, device=device), initialiser)
-        self.expert_bias: Tensor | None = None
-        if settings.has_expert_bias:
-            self.register_buffer("expert_bias", make_state((settings.num_experts,), torch.float32, device))
+        self.expert_bias: Tensor | None
+        bias = make_state((settings.num_experts,), torch.float32, device) if settings.has_expert_bias else None
+        self.register_buffer("expert_bias", bias)
 
     def forward(
         self,

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megatron_parm.errors import DataError
-from megatron_parm.observe.records import EndRecord, Record, SaveRecord, StartRecord, TrainRecord, ValidRecord
+from megatron_parm.observe.records import (
+    EndRecord,
+    MoEFigures,
+    Record,
+    SaveRecord,
+    StartRecord,
+    TrainRecord,
+    ValidRecord,
+)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -97,11 +105,16 @@ def _train_fields(record: TrainRecord) -> dict[str, object]:
     optional = {
         "num_zeros": record.num_zeros,
         "params_norm": record.params_norm,
-        "moe": record.moe,
+        "moe": None if record.moe is None else _moe_fields(record.moe),
         "memory": record.memory,
         "spans_ms": record.spans_ms or None,
     }
     return fields | {name: value for name, value in optional.items() if value is not None}
+
+
+def _moe_fields(figures: MoEFigures) -> dict[str, object]:
+    fields = {item.name: getattr(figures, item.name) for item in dataclasses.fields(figures)}
+    return {name: value for name, value in fields.items() if name != "layers" or value}
 
 
 class JsonLinesSink:

@@ -38,13 +38,26 @@ class ScheduleChoice:
 
 
 @dataclass(frozen=True)
+class MoELayerFigures:
+    """The same of one MoE layer, by its number from 0, and its losses before their coefficients."""
+
+    layer: int
+    load_balancing_loss: float
+    z_loss: float
+    drop_rate: float
+    max_load: float
+    router_entropy: float
+
+
+@dataclass(frozen=True)
 class MoEFigures:
     """Routing of one iteration: dropped share of the (token, expert) pairs, max over mean load of the experts, and the
-    mean entropy of the router's probabilities in nats."""
+    mean entropy of the router's probabilities in nats. `layers` where each layer is asked for."""
 
     drop_rate: float
     max_load: float
     router_entropy: float
+    layers: tuple[MoELayerFigures, ...] = ()
 
 
 @dataclass(frozen=True)

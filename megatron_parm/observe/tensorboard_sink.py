@@ -4,7 +4,7 @@ Source of the tags: `training_log` and `evaluate_and_print_results` of Megatron-
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_parm.observe.console import perplexity
@@ -48,6 +48,9 @@ def train_scalars(record: TrainRecord, tags: TensorBoardTags) -> dict[str, float
         optional["moe-drop-rate"] = record.moe.drop_rate
         optional["moe-max-load"] = record.moe.max_load
         optional["moe-router-entropy"] = record.moe.router_entropy
+        for one in record.moe.layers:
+            figures = {name: value for name, value in asdict(one).items() if name != "layer"}
+            optional |= {f"moe/{name}_layer_{one.layer}": value for name, value in figures.items()}
     return {tag: value for tag, value in optional.items() if value is not None}
 
 

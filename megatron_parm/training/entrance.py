@@ -100,7 +100,7 @@ def make_trainer(
     ctx = traced_context(config.logging, ctx)
     if saved is None:
         return Trainer(assemble(config, ctx, log, family=family), recorder)
-    start = RunProgress() if config.checkpoint.finetune else saved.progress
+    start = RunProgress() if config.checkpoint.finetune or config.upcycles else saved.progress
     trainer = Trainer(
         assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start, family=family),
         recorder,

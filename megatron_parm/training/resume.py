@@ -16,8 +16,9 @@ from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
 from megatron_parm.checkpoint.load import has_same_layout, load_rank_tensors, load_tensors, read_state
 from megatron_parm.checkpoint.save import SaveReport, save_checkpoint
 from megatron_parm.checkpoint.verify import VerifiedCheckpoint
+from megatron_parm.config.fields import flags_of
 from megatron_parm.config.model import ModelConfig
-from megatron_parm.config.run import RunConfig, to_dict
+from megatron_parm.config.run import SECTIONS, RunConfig, to_dict
 from megatron_parm.errors import CheckpointError, ConfigError
 from megatron_parm.models.build import BuiltModel
 from megatron_parm.observe.log import Log
@@ -26,6 +27,7 @@ from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec, saved_tensors, spec_of
 from megatron_parm.training.assemble import Assembly, named_layout
 from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.upcycle import plan_upcycling
 
 OPTIMIZER, MODEL = "optimizer.", "model."
 REUSED = "as in the checkpoint: "
@@ -42,6 +44,13 @@ FIXED_SETTINGS = (
     "moe_ffn_hidden_size",
     "moe_router_topk",
     "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "tokenizer_type",
 )
 # those that also fix the samples and their order, in which a run goes on
@@ -56,6 +65,9 @@ DATA_ORDER_SETTINGS = (
     "short_seq_prob",
 )
 SPELLINGS = {name: "--" + name.replace("_", "-") for name in (*FIXED_SETTINGS, *DATA_ORDER_SETTINGS)}
+DEFAULTS = {
+    one.field: None if one.is_required else one.default for section in SECTIONS.values() for one in flags_of(section)
+}
 # a default that stands for "not given" may be spelled out by one of the two runs
 LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)
 
@@ -140,7 +152,16 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedR
     for warning in found.warnings:
         log.warn(warning)
     saved = SavedRun(found, read_state(found, ctx))
-    check_same_model(config, _section(saved.state, "config"), data_order=not checkpoint.finetune)
+    settings = _section(saved.state, "config")
+    if config.upcycles:
+        if settings.get("num_experts"):
+            raise CheckpointError(
+                f"--moe-use-upcycling: {found.path} has experts already (--num-experts {settings['num_experts']}); "
+                "leave the flag out to go on from it"
+            )
+        check_same_model(config, settings, data_order=False, with_experts=False)
+    else:
+        check_same_model(config, settings, data_order=not checkpoint.finetune)
     return saved
 
 
@@ -150,14 +171,20 @@ def vocabulary_rows(checkpoint: VerifiedCheckpoint) -> int | None:
     return entry.shape[0] if entry is not None else None
 
 
-def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bool) -> None:
-    """Raise CheckpointError naming each setting that must not differ from the checkpoint's, with both values."""
+def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bool, with_experts: bool = True) -> None:
+    """Raise CheckpointError naming each setting that must not differ from the checkpoint's, with both values.
+
+    A setting that the checkpoint does not know had its default. `with_experts` False: those of the experts may differ.
+    """
     current = to_dict(config)
     names = FIXED_SETTINGS + (DATA_ORDER_SETTINGS if data_order else ())
+    if not with_experts:
+        names = tuple(name for name in names if not name.startswith(("moe_", "num_experts")))
+    before = {name: saved.get(name, DEFAULTS[name] if name in current else None) for name in names}
     differing = [
-        f"  {SPELLINGS[name]}: {current.get(name)} here, {saved.get(name)} in the checkpoint"
+        f"  {SPELLINGS[name]}: {current.get(name)} here, {before[name]} in the checkpoint"
         for name in names
-        if name not in LAYOUT_DEPENDENT and current.get(name) != saved.get(name)
+        if name not in LAYOUT_DEPENDENT and current.get(name) != before[name]
     ]
     if differing:
         raise CheckpointError(
@@ -173,6 +200,8 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     settings, checkpoint, state = run.config.checkpoint, saved.checkpoint, saved.state
     check_vocabulary(run.built.model.shape.vocab_size, run.config.data.tokenizer_type, state)
     tensors = model_tensors(run.built)
+    if run.config.upcycles:
+        return _upcycle(run, checkpoint), run.schedule
     takes_optimizer = settings.loads_optimizer
     if takes_optimizer:
         _check_optimizer(run, saved)
@@ -191,6 +220,16 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     if progress.iteration >= run.config.train_iterations:  # nothing left to do: no rate is needed any more
         return progress, run.schedule
     return progress, _schedule(run, state)
+
+
+def _upcycle(run: Assembly, checkpoint: VerifiedCheckpoint) -> RunProgress:
+    plan = plan_upcycling(run.built)
+    tensors = {MODEL + name: entry for name, entry in (plan.whole | plan.parts).items()}
+    load_named(checkpoint, tensors, run.ctx, ignored_prefixes=(OPTIMIZER,))
+    plan.spread()
+    run.optimizer.masters.refresh()
+    run.log.say(f" > upcycled {checkpoint.path}: every expert is a copy of its layer's feed-forward")
+    return RunProgress()
 
 
 def load_named(

@@ -2,19 +2,21 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_parm import __version__
 from megatron_parm.config.run import to_dict
 from megatron_parm.data.batches import Batch
 from megatron_parm.errors import ConfigError, NonFiniteError
+from megatron_parm.moe.record import RoutingSummary
 from megatron_parm.observe.flops import throughput
 from megatron_parm.observe.memory import peak_memory
 from megatron_parm.observe.progress import Progress
 from megatron_parm.observe.records import (
     EndRecord,
     MoEFigures,
+    MoELayerFigures,
     SaveRecord,
     ScheduleChoice,
     StartRecord,
@@ -64,10 +66,10 @@ class Trainer:
         )
 
     def resume(self, saved: SavedRun) -> None:
-        """Go on from `saved`, as --finetune and its kind say."""
+        """Go on from `saved`, as --finetune, --moe-use-upcycling and their kind say."""
         self.progress, schedule = load_run(self.run, saved)
         self.run = replace(self.run, schedule=schedule)
-        if not self.run.config.checkpoint.finetune:
+        if not (self.run.config.checkpoint.finetune or self.run.config.upcycles):
             self._saved_at = self.progress.iteration
         self.run.log.say(f" > loaded {saved.checkpoint.path}, going on from iteration {self.progress.iteration}")
 
@@ -151,7 +153,9 @@ class Trainer:
             summary = run.built.record.summarise(run.ctx, config.moe.moe_router_topk)
             assert summary is not None, "an MoE layer ran"
             losses |= {"load_balancing_loss": summary.load_balancing_loss, "z_loss": summary.z_loss}
-            figures = MoEFigures(summary.drop_rate, summary.max_load, summary.router_entropy)
+            figures = _moe_figures(summary, each_layer=config.moe.moe_per_layer_logging)
+            if not result.is_skipped:
+                run.built.balance_experts(summary, config.moe.moe_router_bias_update_rate)
         time_ms = self._clock.lap_ms()
         logging = config.logging
         self.recorder.write(
@@ -279,3 +283,8 @@ class Trainer:
         progress = self.progress
         seconds = time.monotonic() - self._started
         self.recorder.write(EndRecord(progress.iteration, progress.consumed_train_samples, reason, 0, seconds))
+
+
+def _moe_figures(summary: RoutingSummary, *, each_layer: bool) -> MoEFigures:
+    layers = tuple(MoELayerFigures(**asdict(one)) for one in summary.layers) if each_layer else ()
+    return MoEFigures(summary.drop_rate, summary.max_load, summary.router_entropy, layers)

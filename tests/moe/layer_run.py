@@ -12,12 +12,16 @@ from megatron_parm.moe.gate import Gate, GateSettings
 from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.moe.record import RoutingRecord
+from megatron_parm.moe.shared_expert import SharedExpert
 from megatron_parm.parallel import transport
-from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.collectives import all_gather, split
+from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.sharding import spec_of
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
-from tests.moe.naive import NaiveResult, naive_moe
+from tests.moe.naive import NaiveResult, NaiveRouter, naive_moe
+
+PLAIN = NaiveRouter()
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class Case:
     balance: float = 0.3
     z: float = 0.05
     dtype: torch.dtype = torch.float64
+    router: NaiveRouter = PLAIN
+    jitter: float | None = None
+    shared: int | None = None  # width of the shared expert
+    shared_gate: bool = False
 
 
 def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1) -> tuple[MoELayer, RoutingRecord]:
@@ -56,11 +64,28 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1
         drop_policy=case.policy,  # type: ignore[arg-type]
         pads_to_capacity=case.padded,
         pre_softmax=case.pre_softmax,
-        balance_coefficient=case.balance,
+        balance_coefficient=case.balance if "aux_loss" in case.router.balancing else None,
         z_coefficient=case.z,
         router_dtype=torch.float32,
+        balancing=case.router.balancing,  # type: ignore[arg-type]
+        score_function=case.router.score,  # type: ignore[arg-type]
+        num_groups=case.router.groups and case.router.groups[0],
+        group_topk=case.router.groups and case.router.groups[1],
+        scaling=None if case.router.scaling == 1 else case.router.scaling,
+        jitter=case.jitter,
+        has_expert_bias=case.router.bias is not None,
+        forces_balance=case.router.forced,
     )
-    gate = Gate(case.hidden, settings, layer=0, tp=ctx.tp, scale=BackwardScale(), record=record, **common)
+    gate = Gate(
+        case.hidden,
+        settings,
+        layer=0,
+        tp=ctx.tp,
+        scale=BackwardScale(),
+        record=record,
+        generator=jitter_stream(ctx.dp.rank),
+        **common,
+    )
     experts = Experts(
         case.hidden,
         case.ffn,
@@ -72,13 +97,41 @@ def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1
         output_initialiser=common["initialiser"],
         **common,
     )
-    layer = MoELayer(gate, experts, schedule=schedule, chunks=chunks, sequence_parallel=case.sequence_parallel, ctx=ctx)
+    shared = None
+    if case.shared is not None:
+        shared = SharedExpert(
+            case.hidden,
+            case.shared,
+            activation="swiglu" if case.gated else "gelu",
+            is_gated=case.shared_gate,
+            tp=ctx.tp,
+            bias=case.bias,
+            output_initialiser=common["initialiser"],
+            sequence_parallel=case.sequence_parallel,
+            **common,
+        )
+    layer = MoELayer(
+        gate,
+        experts,
+        schedule=schedule,
+        chunks=chunks,
+        sequence_parallel=case.sequence_parallel,
+        ctx=ctx,
+        shared_expert=shared,
+    )
     for parameter in layer.parameters():
         attach(parameter, Initialiser("normal", 0.7))
     initialise_weights(layer, 5)
     with torch.no_grad():
         gate.weight[0, 0] += case.skew
+        if gate.expert_bias is not None:
+            gate.expert_bias.copy_(torch.tensor(case.router.bias))
     return layer, record
+
+
+def jitter_stream(dp_rank: int) -> torch.Generator:
+    """The stream of a data-parallel rank, alike on its tp peers."""
+    return torch.Generator().manual_seed(900 + dp_rank)
 
 
 def inputs_of(case: Case, dp_rank: int) -> tuple[Tensor, Tensor]:
@@ -109,6 +162,25 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
         layer.router._logits = lambda tokens, shared_over, segments: Gate._logits(  # type: ignore[method-assign]
             layer.router, tokens, None, segments
         )
+    if faults == "sequences not summed":
+        layer.router._losses = lambda *given: Gate._losses(layer.router, *given[:-1], None)  # type: ignore[method-assign]
+    if faults == "sequences cut at 0":
+        losses = layer.router._losses
+        layer.router._losses = lambda logits, p, e, part, *rest: losses(  # type: ignore[method-assign]
+            logits, p, e, replace(part, first=0), *rest
+        )
+    if faults == "own jitter":
+        layer.router._generator = torch.Generator().manual_seed(ctx.rank)
+    if faults == "own sinkhorn":
+        layer.router._even_shares = lambda logits, part, shared: Gate._even_shares(  # type: ignore[method-assign]
+            layer.router, logits, part, None
+        )
+    if faults == "shared gate not summed":
+        assert layer.shared_experts is not None
+        shared = layer.shared_experts
+        whole, shared._slices = shared._slices, Axis.single("tp")
+        shared.forward = lambda x: split(SharedExpert.forward(shared, all_gather(x, whole, 0)), whole, 0)  # type: ignore[method-assign]
+        shared.gate_weight.register_hook(lambda gradient: gradient / whole.size)  # type: ignore[union-attr]
     x, gradient = inputs_of(case, ctx.dp.rank)
     if case.sequence_parallel:
         x, gradient = (part.chunk(ctx.tp.size)[ctx.tp.rank].clone() for part in (x, gradient))
@@ -156,8 +228,13 @@ def reference(case: Case, dp_size: int, slices: int = 1) -> Reference:
             policy=case.policy,
             slices=slices,
             gated=case.gated,
+            router=case.router,
+            batch=case.batch,
+            noise=_noise(case, dp_rank),
         )
         loss = (result.output * gradient.flatten(0, 1)).sum()
+        if "aux_loss" not in case.router.balancing:
+            result.balance_loss = torch.zeros_like(result.balance_loss)
         (loss + case.balance * result.balance_loss + case.z * result.z_loss).backward()
         results.append(result)
         outputs.append(result.output.detach().view_as(x))
@@ -168,15 +245,29 @@ def reference(case: Case, dp_size: int, slices: int = 1) -> Reference:
     return Reference(results, outputs, input_gradients, gradients)
 
 
+def _noise(case: Case, dp_rank: int) -> Tensor | None:
+    if case.jitter is None:
+        return None
+    shape = (case.sequence * case.batch, case.hidden)
+    noise = torch.empty(shape, dtype=torch.float64)
+    return noise.uniform_(1 - case.jitter, 1 + case.jitter, generator=jitter_stream(dp_rank)).to(case.dtype)
+
+
 def largest_difference(
-    pools: Pools, layout: Layout, case: Case, schedule: str, faults: str = "", chunks: int = 1
+    pools: Pools,
+    layout: Layout,
+    case: Case,
+    schedule: str,
+    faults: str = "",
+    chunks: int = 1,
+    other: Case | None = None,
 ) -> float:
     """The largest absolute difference between a layout and one process, over outputs, every gradient and figure.
 
-    All values are of order 1. Replicas on different ranks are each compared.
+    All values are of order 1. Replicas on different ranks are each compared. `other`: what the process runs instead.
     """
     grid = layout.grid
-    expected = reference(case, grid.dp, slices=layout.tp if schedule in ("s1", "s1h") else 1)
+    expected = reference(other or case, grid.dp, slices=layout.tp if schedule in ("s1", "s1h") else 1)
     worst = 0.0
     for rank in pools.run(layout, run_layer, case, schedule, faults, chunks):
         wanted_both = expected.outputs[rank["dp"]], expected.input_gradients[rank["dp"]]
