@@ -101,6 +101,16 @@ def check_model(model: ModelConfig, tp: int, seq_length: int, has_dense_layer: b
     ]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: a feed-forward has one activation; keep one of them")
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        raise ConfigError(
+            f"--use-rope-scaling with --position-embedding-type {model.position_embedding_type}: it scales plain "
+            "rotary positions; use --position-embedding-type rope"
+        )
+    if model.qk_layernorm_over == "all_heads" and model.normalization != "RMSNorm":
+        raise ConfigError(
+            f"--qk-layernorm-over all_heads knows --normalization RMSNorm only, not {model.normalization}; use "
+            "--qk-layernorm-over head"
+        )
     if model.apply_layernorm_1p and model.normalization != "LayerNorm":
         raise ConfigError(f"--apply-layernorm-1p needs --normalization LayerNorm, not {model.normalization}")
     width = model.feed_forward_size
@@ -140,7 +150,7 @@ def _check_attention(model: ModelConfig, tp: int) -> None:
             f"--num-query-groups {one_of([d for d in divisors(heads) if d % tp == 0])}, or "
             f"--tensor-model-parallel-size {one_of(divisors(groups))}"
         )
-    if model.position_embedding_type == "rope" and (model.rotary_dim < 2 or model.rotary_dim % 2):
+    if model.rotates and (model.rotary_dim < 2 or model.rotary_dim % 2):
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent} of a head of {model.head_dim} features rotates "
             f"{model.rotary_dim}: an even number of at least 2 is needed; change --rotary-percent or --kv-channels"

@@ -96,7 +96,7 @@ _OLD_NAMES: dict[str, Entry] = {
     "--bf16": Sets("precision", "bf16"),
     "--fp16": Refused("fp16 needs loss scaling, which is not in this release; use --bf16"),
     "--use-rotary-position-embeddings": Sets("position_embedding_type", "rope"),
-    "--no-position-embedding": Sets("position_embedding_type", "none", yields_to=("rope",)),
+    "--no-position-embedding": Sets("position_embedding_type", "none", yields_to=("rope", "yarn")),
     "--batch-size": Refused(
         "Megatron renamed it; use --micro-batch-size (samples of one rank) and --global-batch-size"
     ),
@@ -111,10 +111,6 @@ _MODEL: dict[str, Entry] = (
     _ignored("it only concerned ONNX export", "onnx-safe", "one")
     | _ignored(_FUSED, "attention-backend transformer-impl", "one")
     | _ignored("there is one implementation of the model", "use-mcore-models use-legacy-models")
-    | _refused(
-        "not in this release; leave it out for plain rotary positions",
-        "rotary-seq-len-interpolation-factor use-rope-scaling",
-    )
     | _refused("not in this release; the residual is taken before the norm", "apply-residual-connection-post-layernorm")
     | _refused("a model layout cannot be given as code; use the model's flags", "spec")
     | _refused(

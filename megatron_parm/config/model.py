@@ -2,16 +2,31 @@
 
 # ruff: noqa: RUF009 - flag() is dataclasses.field
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_parm.config.fields import flag
+from megatron_parm.errors import ConfigError
 
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
+QkNorm = Literal["head", "all_heads"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "openai_gelu", "squared_relu", "swiglu"]
 
 SWIGLU_MULTIPLE = 64  # Megatron floors SwiGLU's default width to a multiple of this
+
+
+def _read_window(words: Sequence[str]) -> int:
+    """Megatron's pair "(left,right)", in one word or two, or the left number alone; -1 to the left is no window."""
+    numbers = "".join(f"{word} " for word in words).replace("(", " ").replace(")", " ").replace(",", " ").split()
+    if not 1 <= len(numbers) <= 2 or not all(number.lstrip("-").isdecimal() for number in numbers):
+        raise ConfigError(f"--window-size {' '.join(words)}: expected LEFT,RIGHT, for instance 4095,0")
+    if numbers[1:] not in ([], ["0"]):
+        raise ConfigError(
+            f"--window-size {' '.join(words)}: a GPT sees nothing to the right, so RIGHT must be 0; use {numbers[0]},0"
+        )
+    return int(numbers[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +59,33 @@ class ModelConfig:
     rotary_base: int = flag(10000, help="base of the rotary frequencies", at_least=1)
     rotary_percent: float = flag(1.0, help="part of a head that is rotated", unit="fraction", above=0, at_most=1)
     rotary_interleaved: bool = flag(False, help="rotate neighbouring features, not the two halves of a head")
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, help="divides the positions that rotate, to stretch the context evenly", above=0, none_means="1"
+    )
+    use_rope_scaling: bool = flag(False, help="slow the long rotary waves down as Llama 3.1 does")
+    rope_scaling_factor: float = flag(8.0, help="how much slower, used with --use-rope-scaling", at_least=1)
+    rope_original_max_position_embeddings: int = flag(
+        8192, help="context before the stretch, used with --use-rope-scaling", unit="tokens", at_least=1
+    )
+    yarn_rotary_scaling_factor: float = flag(
+        1.0, help="stretch of the context, used with --position-embedding-type yarn", at_least=1
+    )
+    yarn_original_max_position_embeddings: int | None = flag(
+        None,
+        help="context before the stretch, used with --position-embedding-type yarn",
+        unit="tokens",
+        at_least=1,
+        none_means="--max-position-embeddings / the factor",
+    )
+    window_size: int | None = flag(
+        None,
+        help="how far back a query attends, as LEFT,RIGHT with RIGHT 0; itself comes on top",
+        unit="tokens",
+        at_least=-1,
+        none_means="to the start",
+        read=_read_window,
+        takes_several=True,
+    )
     make_vocab_size_divisible_by: int = flag(
         128, help="pad the vocabulary to a multiple of this times the tensor-parallel size", unit="rows", at_least=1
     )
@@ -56,7 +98,10 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(False, help="give the output layer weights of its own")
     disable_bias_linear: bool = flag(False, help="no bias in linear layers")
     add_qkv_bias: bool = flag(False, help="a bias in the query-key-value projection even with --disable-bias-linear")
-    qk_layernorm: bool = flag(False, help="normalise queries and keys per head")
+    qk_layernorm: bool = flag(False, help="normalise queries and keys")
+    qk_layernorm_over: QkNorm = flag(
+        "head", help="what --qk-layernorm normalises: each head (Qwen3), or all heads together (OLMoE)"
+    )
     attention_dropout: float = flag(0.1, help="dropout of attention weights", unit="probability", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, help="dropout on the residual stream", unit="probability", at_least=0, below=1)
     init_method_std: float = flag(0.02, help="standard deviation of initial weights", above=0)
@@ -71,6 +116,23 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Key and value heads of an attention."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def rotates(self) -> bool:
+        """True if positions enter by rotation."""
+        return self.position_embedding_type in ("rope", "yarn")
+
+    @property
+    def yarn_original_positions(self) -> int:
+        """Context before YaRN's stretch."""
+        return self.yarn_original_max_position_embeddings or max(
+            1, int(self.max_position_embeddings / self.yarn_rotary_scaling_factor)
+        )
+
+    @property
+    def window(self) -> int | None:
+        """Positions before itself that a query attends to; None: all."""
+        return None if self.window_size is None or self.window_size < 0 else self.window_size
 
     @property
     def rotary_dim(self) -> int:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.initialise import Initialiser
 from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_parm.layers.norm import Norm, NormKind
+from megatron_parm.layers.norm import Norm, NormKind, RowNorm
 from megatron_parm.layers.rotary import Rotation, rotate
 from megatron_parm.parallel.context import Axis
 
@@ -21,8 +21,8 @@ from megatron_parm.parallel.context import Axis
 class AttentionShape:
     """Sizes and habits of one attention. `num_query_groups` is the number of key/value heads and divides by tp.
 
-    `norm_of_heads` normalises each query and key head (`--qk-layernorm`). `window`: a query attends to itself and that
-    many positions before it (`--window-size`).
+    `norm_of_heads` normalises each query and key head (`--qk-layernorm`), with `norms_heads_together` all of them as
+    one vector. `window`: a query attends to itself and that many positions before it (`--window-size`).
     """
 
     hidden_size: int
@@ -36,6 +36,7 @@ class AttentionShape:
     norm_of_heads: NormKind | None = None
     norm_epsilon: float = 1e-5
     norm_is_zero_centred: bool = False
+    norms_heads_together: bool = False
     window: int | None = None
 
 
@@ -83,7 +84,10 @@ class SelfAttention(nn.Module):
         )
         self.q_layernorm: nn.Module = nn.Identity()
         self.k_layernorm: nn.Module = nn.Identity()
-        if shape.norm_of_heads is not None:
+        if shape.norm_of_heads is not None and shape.norms_heads_together:
+            for name, heads in (("q_layernorm", shape.num_heads), ("k_layernorm", shape.num_query_groups)):
+                setattr(self, name, RowNorm(heads * shape.head_dim, shape.norm_epsilon, tp, dtype, device))
+        elif shape.norm_of_heads is not None:
             for name in ("q_layernorm", "k_layernorm"):
                 norm = Norm(
                     shape.head_dim,
@@ -101,6 +105,8 @@ class SelfAttention(nn.Module):
         query, key, value = self._project(x)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
+        if self.shape.window is not None and query.shape[0] > self.shape.window + 1:
+            may_attend = self._within_window(query.shape[0], may_attend, query.device)
         attended = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),  # [b, heads/tp, s, d]
             key.permute(1, 2, 0, 3),  # [b, groups/tp, s, d]
@@ -114,9 +120,26 @@ class SelfAttention(nn.Module):
         output: Tensor = self.linear_proj(joined)  # [s, b, h]
         return output
 
+    def _within_window(self, length: int, may_attend: Tensor | None, device: torch.device) -> Tensor:
+        """`may_attend` (or the causal rule) less what lies further back than the window, [b or 1, 1, s, s]."""
+        assert self.shape.window is not None
+        near = torch.ones(length, length, dtype=torch.bool, device=device).triu(-self.shape.window)
+        if may_attend is None:
+            return (near.tril() if self.shape.is_causal else near)[None, None]
+        return may_attend & near
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.linear_qkv(x)  # [s, b, groups/tp * (q + 2) * d]
         fused = rows.view(*rows.shape[:2], -1, self.queries_a_group + 2, self.shape.head_dim)
         query, key, value = fused.split([self.queries_a_group, 1, 1], dim=3)  # [s, b, groups/tp, 1 or q, d]
         query = query.flatten(2, 3)  # [s, b, heads/tp, d]
-        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3)
+        key, value = key.squeeze(3), value.squeeze(3)  # [s, b, groups/tp, d]
+        if self.shape.norms_heads_together and self.shape.norm_of_heads is not None:
+            return _over_heads(self.q_layernorm, query), _over_heads(self.k_layernorm, key), value
+        return self.q_layernorm(query), self.k_layernorm(key), value
+
+
+def _over_heads(norm: nn.Module, x: Tensor) -> Tensor:
+    """A norm over all heads of `x` [s, b, heads/tp, d] as one vector."""
+    normed: Tensor = norm(x.flatten(2))
+    return normed.view(x.shape)

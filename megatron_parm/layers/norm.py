@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_parm.layers.initialise import ONES, ZEROS, attach
-from megatron_parm.parallel.collectives import share
+from megatron_parm.parallel.collectives import all_reduce_summing, share
 from megatron_parm.parallel.context import Axis
-from megatron_parm.parallel.sharding import make_parameter
+from megatron_parm.parallel.sharding import Cut, make_parameter
 
 NormKind = Literal["LayerNorm", "RMSNorm"]
 
@@ -53,3 +53,24 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, (self.size,), weight, self.epsilon)
         return F.layer_norm(x, (self.size,), weight, share(self.bias, self.shared_over), self.epsilon)
+
+
+class RowNorm(nn.Module):
+    """RMSNorm over a last dim that is cut over tp, as is the weight: each rank adds its sum of squares.
+
+    Call on all ranks of tp. Source: OLMoE's norm of queries and keys over all heads.
+    """
+
+    def __init__(self, size: int, epsilon: float, tp: Axis, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.tp = size, epsilon, tp
+        self.weight = attach(make_parameter((size,), Cut(0, tp), decays=False, dtype=dtype, device=device), ONES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size/tp] -> [..., size/tp]."""
+        if self.tp.size == 1:
+            return F.rms_norm(x, (self.size,), self.weight, self.epsilon)
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = all_reduce_summing(wide.square().sum(-1, keepdim=True), self.tp)  # [..., 1], each uses its own part
+        normed = wide * torch.rsqrt(squares / self.size + self.epsilon)
+        return normed.to(x.dtype) * self.weight

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import RunConfig
 from megatron_parm.layers.feed_forward import Activation, gates_of
 from megatron_parm.layers.initialise import Initialiser, initialise_weights
-from megatron_parm.layers.rotary import RotaryShape
+from megatron_parm.layers.rotary import Llama3Scaling, RotaryShape, YarnScaling
 from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
 from megatron_parm.models.execution import Execution
@@ -167,10 +168,8 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size,
         max_positions=model.max_position_embeddings,
-        positions=model.position_embedding_type,
-        rotary=RotaryShape(
-            base=model.rotary_base, percent=model.rotary_percent, is_interleaved=model.rotary_interleaved
-        ),
+        positions="rope" if model.rotates else model.position_embedding_type,
+        rotary=_rotary_shape(model),
         activation=ACTIVATIONS[model.activation],
         normalisation=model.normalization,
         norm_epsilon=model.norm_epsilon,
@@ -178,10 +177,29 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
         has_bias=model.has_linear_bias,
         has_qkv_bias=model.has_qkv_bias,
         has_norm_of_heads=model.qk_layernorm,
+        norms_heads_together=model.qk_layernorm_over == "all_heads",
+        window=model.window,
         ties_embeddings=not model.untie_embeddings_and_output_weights,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         initialiser=_initialiser(config),
+    )
+
+
+def _rotary_shape(model: ModelConfig) -> RotaryShape:
+    scaling: Llama3Scaling | YarnScaling | None = None
+    if model.use_rope_scaling:
+        scaling = Llama3Scaling(
+            model.rope_scaling_factor, original_positions=model.rope_original_max_position_embeddings
+        )
+    elif model.position_embedding_type == "yarn":
+        scaling = YarnScaling(model.yarn_rotary_scaling_factor, model.yarn_original_positions)
+    return RotaryShape(
+        base=model.rotary_base,
+        percent=model.rotary_percent,
+        is_interleaved=model.rotary_interleaved,
+        interpolation=model.rotary_seq_len_interpolation_factor or 1.0,
+        scaling=scaling,
     )
 
 

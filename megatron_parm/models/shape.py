@@ -19,6 +19,7 @@ class ModelShape:
 
     `padded_vocab_size` rows are held, `vocab_size` of them are words. `residual_is_normed` takes the residual after the
     norm (`--apply-residual-connection-post-layernorm`). `norm_is_zero_centred` is `--apply-layernorm-1p`.
+    `norms_heads_together`, `window`: see `AttentionShape`.
     `norm_placement` "post" normalises after each sum and after the embedding, and no more at the end, as BERT of 2018.
     `num_token_types` segments have an embedding of their own; 0 for none.
     """
@@ -41,6 +42,8 @@ class ModelShape:
     has_bias: bool = True
     has_qkv_bias: bool = True
     has_norm_of_heads: bool = False
+    norms_heads_together: bool = False
+    window: int | None = None
     residual_is_normed: bool = False
     norm_placement: NormPlacement = "pre"
     num_token_types: int = 0
@@ -70,4 +73,6 @@ class ModelShape:
             norm_of_heads=self.normalisation if self.has_norm_of_heads else None,
             norm_epsilon=self.norm_epsilon,
             norm_is_zero_centred=self.norm_is_zero_centred,
+            norms_heads_together=self.norms_heads_together,
+            window=self.window,
         )
