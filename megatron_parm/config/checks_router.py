@@ -106,8 +106,8 @@ def check_upcycling(moe: MoEConfig, model: ModelConfig, checkpoint: CheckpointCo
     if not moe.weights_sum_to_one:
         raise ConfigError(
             "--moe-use-upcycling: the model starts as the dense one only if the weights of a token's experts sum to 1; "
-            "leave out --moe-router-pre-softmax, --moe-router-topk-scaling-factor and sinkhorn, and use "
-            "--moe-router-topk 2 or more"
+            "leave out --moe-router-pre-softmax, --moe-router-topk-scaling-factor and sinkhorn, with a "
+            "--moe-router-topk of 2 or more"
         )
     width, dense = moe.moe_ffn_hidden_size or model.feed_forward_size, model.feed_forward_size
     if width != dense:

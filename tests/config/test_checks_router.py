@@ -35,7 +35,7 @@ REFUSED = [
     (1, f"{EIGHT} --moe-use-upcycling", ["--moe-use-upcycling needs --load"]),
     (1, f"{UPCYCLED} --moe-router-pre-softmax", ["sum to 1", "--moe-router-pre-softmax"]),
     (1, f"{UPCYCLED} --moe-router-topk-scaling-factor 2", ["sum to 1", "scaling-factor"]),
-    (1, f"{UPCYCLED} {SIGMOID} --moe-router-topk 1", ["sum to 1", "--moe-router-topk 2 or more"]),
+    (1, f"{UPCYCLED} {SIGMOID} --moe-router-topk 1", ["sum to 1", "--moe-router-topk of 2 or more"]),
     (1, f"{UPCYCLED} --moe-ffn-hidden-size 12", ["--moe-ffn-hidden-size 12", "--ffn-hidden-size"]),
     (1, f"{UPCYCLED} --moe-shared-expert-intermediate-size 8", ["--moe-shared-expert-intermediate-size"]),
 ]

@@ -17,7 +17,7 @@ BIAS = (0.3, -0.2, 0.0, 0.25, -0.3, 0.1, 0.0, -0.1)
 CASES = {
     "sequence-wise loss": Case(router=NaiveRouter(balancing="seq_aux_loss")),
     "sequence-wise loss, slices across sequences": Case(
-        sequence=4, batch=6, router=NaiveRouter(balancing="seq_aux_loss")
+        sequence=6, batch=4, router=NaiveRouter(balancing="seq_aux_loss")
     ),
     "sinkhorn": Case(factor=4.0, router=NaiveRouter(balancing="sinkhorn")),
     "sinkhorn, top-1": Case(factor=8.0, topk=1, router=NaiveRouter(balancing="sinkhorn")),
