@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.feed_forward import Activation, FeedForward
 from megatron_parm.layers.initialise import Initialiser, attach
-from megatron_parm.parallel.collectives import all_gather, share, split
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.sharding import make_parameter
 
@@ -47,20 +46,16 @@ class SharedExpert(nn.Module):
             output_initialiser=output_initialiser,
             dtype=dtype,
             device=device,
+            sequence_parallel=sequence_parallel,
         )
         self.activate = feed_forward.activate
         self.linear_fc1, self.linear_fc2 = feed_forward.linear_fc1, feed_forward.linear_fc2
         self.gate_weight: nn.Parameter | None = None
         if is_gated:
-            self.gate_weight = attach(make_parameter((1, hidden_size), dtype=dtype, device=device), initialiser)
-        self._slices = tp if sequence_parallel else Axis.single("tp")
+            gate = make_parameter((1, hidden_size), is_partial_on_tp=sequence_parallel, dtype=dtype, device=device)
+            self.gate_weight = attach(gate, initialiser)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/tp, b, h] each with sequence parallelism."""
-        whole = all_gather(x, self._slices, 0)  # [s, b, h], identical on tp, as is the gradient that it gets
-        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(whole)))  # [s, b, h]
-        output = split(output, self._slices, 0)  # [s/tp, b, h] under sequence parallelism
-        if self.gate_weight is None:
-            return output
-        # each rank gates its own slice, so that its part of the gate's gradient is summed over the slices
-        return output * torch.sigmoid(F.linear(x, share(self.gate_weight, self._slices)))
+        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x)))
+        return output if self.gate_weight is None else output * torch.sigmoid(F.linear(x, self.gate_weight))

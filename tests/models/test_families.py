@@ -75,7 +75,9 @@ FAMILIES = {
     ),
     "Mistral, window": Family(f"{ROPE} --window-size 3,0", "Mistral", {"sliding_window": 4}),
     "Qwen2": Family(f"{ROPE} --add-qkv-bias", "Qwen2"),
-    "Mixtral": Family(f"{ROPE} --rotary-base 1000000 {EXPERTS}", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Mixtral": Family(
+        f"{ROPE} --rotary-base 1000000 {EXPERTS}", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
     "Qwen2-MoE": Family(
         f"{ROPE} --add-qkv-bias {EXPERTS} --moe-ffn-hidden-size 24 --moe-router-pre-softmax "
         "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",

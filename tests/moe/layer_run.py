@@ -14,8 +14,7 @@ from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.moe.record import RoutingRecord
 from megatron_parm.moe.shared_expert import SharedExpert
 from megatron_parm.parallel import transport
-from megatron_parm.parallel.collectives import all_gather, split
-from megatron_parm.parallel.context import Axis, ParallelContext
+from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import spec_of
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
@@ -152,7 +151,10 @@ def reduce_gradients(ctx: ParallelContext, layer: MoELayer, faults: str = "") ->
         is_expert = spec_of(parameter).role == "expert"
         axis = ctx.edp if is_expert and faults != "experts over dp" else ctx.dp
         divisor = ctx.edp.size if is_expert and faults == "experts by edp" else ctx.dp.size
-        reduced[name] = transport.sum_over(parameter.grad, axis) / divisor
+        gradient = parameter.grad
+        if spec_of(parameter).is_partial_on_tp and faults != "slices not summed":
+            gradient = transport.sum_over(gradient, ctx.tp)
+        reduced[name] = transport.sum_over(gradient, axis) / divisor
     return reduced
 
 
@@ -175,12 +177,6 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
         layer.router._even_shares = lambda logits, part, shared: Gate._even_shares(  # type: ignore[method-assign]
             layer.router, logits, part, None
         )
-    if faults == "shared gate not summed":
-        assert layer.shared_experts is not None
-        shared = layer.shared_experts
-        whole, shared._slices = shared._slices, Axis.single("tp")
-        shared.forward = lambda x: split(SharedExpert.forward(shared, all_gather(x, whole, 0)), whole, 0)  # type: ignore[method-assign]
-        shared.gate_weight.register_hook(lambda gradient: gradient / whole.size)  # type: ignore[union-attr]
     x, gradient = inputs_of(case, ctx.dp.rank)
     if case.sequence_parallel:
         x, gradient = (part.chunk(ctx.tp.size)[ctx.tp.rank].clone() for part in (x, gradient))

@@ -29,7 +29,7 @@ def test_the_crowded_lose_and_the_idle_gain_by_hand() -> None:
 
 
 def test_loads_even_out_without_any_loss() -> None:
-    """On fixed tokens the fullest expert's load falls from over twice the mean to within a quarter of it."""
+    """On fixed tokens the fullest expert's load falls from 1.33 of the mean to within a tenth of it, or nearly."""
     gate, record = make_gate(BIASED)
     loads = []
     for _ in range(200):
@@ -39,7 +39,7 @@ def test_loads_even_out_without_any_loss() -> None:
         assert summary is not None
         loads.append(summary.max_load)
         update_expert_biases([gate], summary, 0.01)
-    assert loads[0] > 1.5 and max(loads[-10:]) < 1.25
+    assert loads[0] > 1.3 and max(loads[-10:]) < 1.12
 
 
 def test_the_bias_is_float32_in_a_bf16_model_and_is_saved() -> None:

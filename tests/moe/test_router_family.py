@@ -62,7 +62,7 @@ def test_equals_one_process(pools: Pools, layout: Layout, case: str, schedule: s
         ("sequences cut at 0", "sequence-wise loss, slices across sequences", "s1", Layout(4, tp=4)),
         ("own jitter", "jitter", "s2", Layout(4, tp=2, ep=2)),
         ("own sinkhorn", "sinkhorn", "s1", Layout(2, tp=2)),
-        ("shared gate not summed", "shared expert, sequence parallel", "s1", Layout(2, tp=2)),
+        ("slices not summed", "shared expert, sequence parallel", "s1", Layout(2, tp=2)),
     ],
 )
 def test_negative_controls(pools: Pools, fault: str, case: str, schedule: str, layout: Layout) -> None:

@@ -69,7 +69,18 @@ def test_a_checkpoint_with_experts_is_refused(
     pools: Pools, corpus: str, dense: tuple[str, float], tmp_path: Path
 ) -> None:
     common = flags(corpus, EVALUATE, "--swiglu --ffn-hidden-size 24 --num-experts 4 --moe-expert-capacity-factor 2")
-    start = [*common, "--moe-use-upcycling", "--load", dense[0], "--save", str(tmp_path), "--train-iters", "1"]
+    start = [
+        *common,
+        "--moe-use-upcycling",
+        "--load",
+        dense[0],
+        "--save",
+        str(tmp_path),
+        "--train-iters",
+        "2",
+        "--exit-interval",
+        "1",
+    ]
     first = pools.run(Layout(1), run_training, start)[0]
     assert first.error is None and first.progress["iteration"] == 1
     again = [*common, "--moe-use-upcycling", "--load", str(tmp_path), "--train-iters", "2"]
