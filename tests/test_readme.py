@@ -38,6 +38,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/parm.md",
+    "docs/data.md",
     "docs/flags.md",
     "docs/bert.md",
     "docs/formats.md",

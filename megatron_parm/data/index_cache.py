@@ -114,13 +114,26 @@ def _write_entry(entry: Path, facts_text: str, arrays: Arrays) -> None:
         description = {"facts": json.loads(facts_text), "arrays": shapes}
         (temporary / _DESCRIPTION).write_text(json.dumps(description, indent=1))
         temporary.chmod(0o755)
-        if entry.exists():  # damaged, or another process without a lock was faster: it is replaced by the same arrays
-            entry.rename(temporary / "replaced")
-        temporary.rename(entry)
-        shutil.rmtree(entry / "replaced", ignore_errors=True)
+        _publish(temporary, entry, facts_text)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _publish(temporary: Path, entry: Path, facts_text: str) -> None:
+    """Give a filled folder its name, unless a process that no lock held off was faster with the same arrays."""
+    try:
+        temporary.rename(entry)
+        return
+    except OSError:
+        if not entry.exists():
+            raise
+    if _read_entry(entry, facts_text) is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
+    entry.rename(temporary / "damaged")
+    temporary.rename(entry)
+    shutil.rmtree(entry / "damaged", ignore_errors=True)
 
 
 @contextmanager

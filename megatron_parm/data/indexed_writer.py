@@ -7,7 +7,7 @@ writer, no index that opens is left behind. Memory does not grow with the number
 import contextlib
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedWriter
 from itertools import chain
 from pathlib import Path
@@ -102,20 +102,32 @@ class IndexedWriter:
                 f"{dataset.name}: its ids are {dataset.dtype}, those of {bin_path(self.prefix)} {self.dtype}; files of "
                 "one kind are needed: preprocess the text of the other again, with the same tokenizer"
             )
-        first = self._num_sequences
-        for numbers in dataset.chunks():
-            self._write(numbers)
-        self._record(self._lengths, dataset.lengths)
-        self._num_sequences += len(dataset)
-        self.num_tokens += dataset.num_tokens
-        self._record(self._document_index, dataset.document_index[1:] + np.int64(first))
+        if self._modes is not None and dataset.modes is None and len(dataset):
+            raise DataError(
+                f"{idx_path(dataset.name)}: has no modes behind its arrays, so it is no multimodal file; merge without "
+                "--multimodal"
+            )
+        self.add_arrays(dataset.chunks(), dataset.lengths, dataset.document_index, dataset.modes)
+
+    def add_arrays(
+        self,
+        numbers: Iterable[NDArray[np.integer]],
+        lengths: NDArray[np.integer],
+        document_index: NDArray[np.integer],
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:
+        """Add documents as the arrays of an index have them; `numbers` are theirs, in pieces of any size."""
+        first, before = self._num_sequences, self.num_tokens
+        for piece in numbers:
+            self._write(piece)
+            self.num_tokens += len(piece)
+        if self.num_tokens - before != int(lengths.sum(dtype=np.int64)) or document_index[-1] != len(lengths):
+            raise DataError(f"{bin_path(self.prefix)}: the lengths or documents do not fit the ids given")
+        self._record(self._lengths, lengths)
+        self._num_sequences += len(lengths)
+        self._record(self._document_index, document_index[1:] + np.int64(first))
         if self._modes is not None:
-            if dataset.modes is None:
-                raise DataError(
-                    f"{idx_path(dataset.name)}: has no modes behind its arrays, so it is no multimodal file; merge "
-                    "without --multimodal"
-                )
-            self._add_modes(dataset.modes, len(dataset))
+            self._add_modes(np.zeros(0, dtype=np.int8) if modes is None else modes, len(lengths))
 
     def finish(self) -> None:
         """Write the index and give both files their names."""

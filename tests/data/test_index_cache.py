@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_parm.data import index_cache
 from megatron_parm.data.index_cache import IndexCache, default_cache_folder, file_facts
 from tests.data.corpora import write_documents
 
@@ -66,6 +68,38 @@ def test_of_six_processes_one_builds_and_all_read_the_same(tmp_path) -> None:  #
     for process in processes:
         process.join()
     assert len(list(tmp_path.glob("built-by-*"))) == 1
+
+
+def build_without_locks(folder: Path, ready, results) -> None:
+    """A process of another node: the file system is shared or not, its locks do not reach across nodes."""
+
+    def no_lock(*_):
+        raise OSError(37, "No locks available")
+
+    def build():
+        ready.wait(30)  # every node has seen no entry, and builds
+        return arrays(6)
+
+    index_cache.fcntl.flock = no_lock
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results.put(equal(IndexCache(folder).get_or_build("k", {"seed": 1}, build), arrays(6)))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_nodes_that_see_no_lock_of_each_other_build_the_same(tmp_path, is_shared) -> None:
+    """On one folder the first entry stays; on folders of their own each node keeps one. Nobody waits for another."""
+    results, ready = fork.Queue(), fork.Barrier(4)
+    folders = [tmp_path / ("all" if is_shared else str(number)) for number in range(4)]
+    nodes = [fork.Process(target=build_without_locks, args=(folder, ready, results)) for folder in folders]
+    for node in nodes:
+        node.start()
+    assert all(results.get(timeout=30) for _ in nodes)
+    for node in nodes:
+        node.join()
+    for folder in folders:
+        assert [path.name[0] for path in folder.iterdir() if path.is_dir()] == [next(folder.glob("*-k")).name[0]]
+        assert equal(IndexCache(folder).get_or_build("k", {"seed": 1}, refuse), arrays(6))
 
 
 def build_and_hang(folder: Path, started) -> None:
