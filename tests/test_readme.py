@@ -243,7 +243,7 @@ def test_what_is_said_to_stand_in_a_file_stands_there() -> None:
 
 
 COLLECTIVES = {"A2A": "all_to_all", "AG": "all_gather", "RS": "reduce_scatter", "AR": "all_reduce"}
-AXES = {"EP": "ep", "EP&ESP": "ep_esp", "MP": "tp", "ESP": "esp"}
+AXES = {"EP": "ep", "EP&ESP": "ep_esp", "MP": "tp", "ESP": "esp", "inside": "inside", "between": "between"}
 
 
 def _stages_of(cell: str, amounts: dict[str, float], shape: LayerShape) -> tuple[Stage, ...]:
@@ -261,7 +261,7 @@ def _stages_of(cell: str, amounts: dict[str, float], shape: LayerShape) -> tuple
 @pytest.mark.parametrize("pads", [False, True], ids=["packed", "padded"])
 def test_the_stages_of_the_cost_model_are_those_of_the_code(pads: bool) -> None:
     # 48 tokens, 3 experts each of 8 at f = 2: 288 slots, 144 choices; all sizes differ, so that no mistake cancels
-    shape = LayerShape(48, 10, 6, 8, 3, 2.0, 1, True, pads, 2, 2, tp=2, ep=8, esp=4)
+    shape = LayerShape(48, 10, 6, 8, 3, 2.0, 1, True, pads, 2, 2, tp=2, ep=8, esp=4, num_nodes=2)
     rows = _rows(PARM, "6. The cost model and auto")
     assert [row[0] for row in rows] == list(cost.PLANS) == list(SCHEDULES)
     for name, once, chunked in rows:
@@ -269,6 +269,12 @@ def test_the_stages_of_the_cost_model_are_those_of_the_code(pads: bool) -> None:
         blm, z = shape.token_bytes, q / shape.tp
         amounts: dict[str, float] = {"BLM": blm, "BLM N_ESP": blm * shape.esp, "Q": q, "Q N_ESP": q * shape.esp}
         amounts |= {"y": z * shape.esp, "z": z}
+        # 3 of 8 experts: both halves are reached but in 2 x 4 of 56 draws, and 3 of 8 single experts always
+        reached, weights = 2 * (1 - 4 / 56), 4 * shape.bytes_per_element
+        rows = {"z_N": reached * 24, "y_N": 3 * 24 * shape.esp}
+        amounts |= {name: pytest.approx(number * shape.row_bytes) for name, number in rows.items()}
+        amounts |= {f"{name}+": pytest.approx(number * (shape.row_bytes + weights)) for name, number in rows.items()}
+        amounts["w"] = 3 * 24 * shape.esp * shape.row_bytes
         assert Plan(_stages_of(once, amounts, shape), _stages_of(chunked, amounts, shape)) == cost.plan(name, shape)
 
 

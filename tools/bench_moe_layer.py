@@ -7,8 +7,8 @@
 
 A time is that of the slowest rank from a common start, in milliseconds. Tokens are per data-parallel rank (--batch x
 --seq). `auto` is what the cost model chooses among all schedules and chunks, measured at the start on the same
-groups; it is timed in every round like the others. Bytes are what a rank sends in one forward and backward: read from
-its interfaces on an emulated cluster, else left out.
+groups; it is timed in every round like the others. CPU is the processor time of all ranks together. Bytes
+are what a rank sends in one forward and backward: read from its interfaces on an emulated cluster, else left out.
 """
 
 import argparse
@@ -56,6 +56,7 @@ class Row:
     times_ms: list[float] = field(default_factory=list)
     bytes_intra: float | None = None
     bytes_inter: float | None = None
+    processor_ms: list[float] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
         """The row as `--json` writes it."""
@@ -67,6 +68,7 @@ class Row:
             "p10_ms": low,
             "p90_ms": high,
             "predicted_ms": self.predicted_ms,
+            "processor_ms": median(self.processor_ms),
             "bytes_intra": self.bytes_intra,
             "bytes_inter": self.bytes_inter,
         }
@@ -84,6 +86,7 @@ class Row:
             else ""
         )
         times = f"{median(self.times_ms):9.1f} {low:9.1f} {high:9.1f} {self.predicted_ms:11.1f}"
+        times += f" {median(self.processor_ms):9.1f}"
         return f"{name:16} {self.chunks:6} {times}{sent}"
 
 
@@ -111,6 +114,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="negative: no limit (default: 1.25)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="input and output are slices over tp")
     parser.add_argument("--pad", action="store_true", help="send empty slots under every schedule")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
     parser.add_argument("--schedules", default=",".join([*SCHEDULES, "auto"]), help="default: all, and auto")
@@ -138,6 +142,8 @@ def shape_of(flags: argparse.Namespace, ctx: ParallelContext) -> LayerShape:
         tp=ctx.tp.size,
         ep=ctx.ep.size,
         esp=ctx.esp.size,
+        num_nodes=ctx.between.size,
+        sequence_parallel=flags.sequence_parallel,
     )
 
 
@@ -179,14 +185,17 @@ def measure_rows(rows: list[Row], work: Pass, flags: argparse.Namespace, ctx: Pa
             transport.barrier(ctx.world)
             before = own_traffic()
             transport.barrier(ctx.world)
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             work.run(row.schedule, row.chunks)
             synchronise()
             elapsed = torch.tensor([(time.perf_counter() - started) * 1000], device=ctx.device)
+            busy = torch.tensor([(time.process_time() - worked) * 1000], device=ctx.device)
             slowest = transport.max_over(elapsed, ctx.world).item()
+            busy = transport.sum_over(busy, ctx.world)
             if round_number < flags.warmup:
                 continue
             row.times_ms.append(slowest)
+            row.processor_ms.append(busy.item())
             after = own_traffic()
             if before is not None and after is not None:
                 spent = after - before
@@ -226,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trace_rows(rows, timed, flags.trace, ctx)
         if ctx.rank == 0:
             sent = "  MB sent between and inside nodes" if rows[0].bytes_inter is not None else ""
-            print(f"{'schedule':16} {'chunks':>6} {'median ms':>9} {'p10':>9} {'p90':>9} {'predicted':>11}{sent}")
+            times = f"{'median ms':>9} {'p10':>9} {'p90':>9} {'predicted':>11} {'CPU ms':>9}"
+            print(f"{'schedule':16} {'chunks':>6} {times}{sent}")
             print("\n".join(row.as_text() for row in rows), flush=True)
             if flags.json is not None:
                 facts = {"flags": {k: str(v) for k, v in vars(flags).items()}, "world": ctx.world.size}

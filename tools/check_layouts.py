@@ -46,7 +46,7 @@ from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.step import TrainStep
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = 61, 8, 2, 16
-SCHEDULES: tuple[Schedule, ...] = ("baseline", "deepspeed", "s1", "s2", "s1h", "s2h")
+SCHEDULES: tuple[Schedule, ...] = ("baseline", "deepspeed", "s1", "s2", "s1h", "s2h", "s1n")
 NEED_SLOTS: tuple[Schedule, ...] = ("deepspeed", "s2", "s2h")
 LIMITS = {"fp64, 20 steps": 1e-9, "fp32, 3 steps": 1e-5, "gradients": 1e-10}
 

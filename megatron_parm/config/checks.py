@@ -177,7 +177,7 @@ def check_experts(moe: MoEConfig, model: ModelConfig, esp: int) -> None:
 
 
 NEED_SLOTS = ("deepspeed", "s2", "s2h")  # they cut the slots of every expert over tp
-CUT_TOKENS = ("s1", "s1h")  # they cut the tokens of a micro-batch over tp
+CUT_TOKENS = ("s1", "s1h", "s1n")  # they cut the tokens of a micro-batch over tp
 
 
 def check_schedule(moe: MoEConfig, tp: int, esp: int, tokens: int) -> None:
@@ -198,6 +198,11 @@ def check_schedule(moe: MoEConfig, tp: int, esp: int, tokens: int) -> None:
                 f"--moe-pad-expert-input-to-capacity needs a capacity, and {flag} sets none; set {flag} (for instance "
                 f"{moe.num_experts / moe.moe_router_topk:g}, which drops nothing), or leave out the padding"
             )
+    if schedule == "s1n" and moe.moe_pad_expert_input_to_capacity:
+        raise ConfigError(
+            "--moe-schedule s1n sends kept choices only, and --moe-pad-expert-input-to-capacity asks for empty slots "
+            "to be sent too; leave out the padding, or use --moe-schedule s1h"
+        )
     if schedule in CUT_TOKENS and tokens % tp:
         raise ConfigError(
             f"--moe-schedule {schedule} cuts the {tokens} tokens of a micro-batch (--seq-length x --micro-batch-size) "

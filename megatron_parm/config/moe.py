@@ -10,7 +10,7 @@ from megatron_parm.config.fields import flag
 from megatron_parm.config.layer_pattern import moe_layer_pattern
 from megatron_parm.errors import ConfigError
 
-Schedule = Literal["auto", "baseline", "deepspeed", "s1", "s2", "s1h", "s2h"]
+Schedule = Literal["auto", "baseline", "deepspeed", "s1", "s2", "s1h", "s2h", "s1n"]
 BalancingType = Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"]
 RouterDtype = Literal["fp32", "fp64"]
 ScoreFunction = Literal["softmax", "sigmoid"]

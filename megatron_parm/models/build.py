@@ -234,6 +234,8 @@ def layer_shape(config: RunConfig, ctx: ParallelContext) -> LayerShape:
         tp=ctx.tp.size,
         ep=ctx.ep.size,
         esp=ctx.esp.size,
+        num_nodes=ctx.between.size,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
 
 

@@ -24,6 +24,8 @@ from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.probe import Pass, build_probe
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis, ParallelContext
+from megatron_parm.parallel.grid import AXES as GRID_AXES
+from megatron_parm.parallel.grid import cut_by_nodes
 
 SIZES_BYTES = (1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 21)  # of a rank's buffer
 ROWS = (32, 128, 512, 1024)
@@ -31,6 +33,8 @@ REPEATS = 5
 COLLECTIVES: tuple[tuple[str, str], ...] = (
     ("all_to_all", "ep"),
     ("all_to_all", "ep_esp"),
+    ("all_to_all", "inside"),
+    ("all_to_all", "between"),
     ("all_gather", "tp"),
     ("all_gather", "esp"),
     ("reduce_scatter", "esp"),
@@ -182,7 +186,8 @@ def _overlaps(
 def _crossing(ctx: ParallelContext) -> list[str]:
     """The axes whose groups, somewhere in the world, span nodes."""
     nodes = transport.gather_text(ctx.node, ctx.world)
-    return [name for name in AXES if any(len({nodes[rank] for rank in group}) > 1 for group in ctx.grid.groups(name))]
+    tables = {name: ctx.grid.groups(name) for name in AXES if name in GRID_AXES} | cut_by_nodes(ctx.grid, nodes)
+    return [name for name, table in tables.items() if any(len({nodes[rank] for rank in group}) > 1 for group in table)]
 
 
 def cluster_key(ctx: ParallelContext) -> str:

@@ -7,7 +7,7 @@ so ranks that hold the same model make the same choice. Source: parm.md sections
 from dataclasses import dataclass
 
 from megatron_parm.moe.cost import CHUNK_COUNTS, CostModel, LayerShape, predict
-from megatron_parm.moe.schedules import SCHEDULES
+from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ def candidate_name(schedule: str, chunks: int) -> str:
 
 def unable(schedule: str, shape: LayerShape) -> str | None:
     """Why `schedule` cannot run `shape`, or None if it can."""
-    if schedule in ("s1", "s1h") and shape.num_tokens % shape.tp:
+    if schedule in STARTS_FROM_SLICES and shape.num_tokens % shape.tp:
         return (
             f"{schedule} splits the {shape.num_tokens} tokens of a micro-batch over tp {shape.tp}: they do not divide"
         )
     if schedule in ("s2", "s2h", "deepspeed") and not shape.has_slots:
         return f"{schedule} splits expert slots over tp and so needs a capacity, in training and in evaluation"
+    if schedule == "s1n" and shape.pads:
+        return "s1n sends kept choices only and so cannot pad expert inputs to the capacity"
     if schedule == "deepspeed" and shape.esp not in (1, shape.tp):
         return f"deepspeed needs esp {shape.esp} to be 1 or tp {shape.tp}"
     return None

@@ -8,12 +8,14 @@ and the other r - 1 chunks at the pace of the busiest resource. Source: parm.md 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import comb
 
 from megatron_parm.errors import ConfigError
 from megatron_parm.moe.routing import capacity_of
+from megatron_parm.moe.schedules import STARTS_FROM_SLICES
 
 CHUNK_COUNTS = (1, 2, 4)  # what auto tries
-AXES = ("ep", "ep_esp", "tp", "esp")
+AXES = ("ep", "ep_esp", "tp", "esp", "inside", "between")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class CostModel:
 
     source: str
     lines: Mapping[str, Line]
-    crossing: frozenset[str] = frozenset({"ep", "ep_esp"})
+    crossing: frozenset[str] = frozenset({"ep", "ep_esp", "between"})
     links_hidden: float = 1.0
     processor_hidden: float = 1.0
     chunk_ms: float = 0.0
@@ -74,7 +76,8 @@ class LayerShape:
     """One MoE layer on one rank: n tokens, identical on tp peers, and the sizes of the axes.
 
     capacity_factor None is dropless; has_slots: training and evaluation both have a capacity; pads: empty slots travel
-    under every schedule. matrices: products of h x f in an expert, 2, or 3 for a gated one.
+    under every schedule. matrices: products of h x f in an expert, 2, or 3 for a gated one. num_nodes: nodes over which
+    a group of ep_esp is spread. sequence_parallel: the layer's tokens are slices over tp before and after it.
     """
 
     num_tokens: int
@@ -91,6 +94,8 @@ class LayerShape:
     tp: int
     ep: int
     esp: int
+    num_nodes: int = 1
+    sequence_parallel: bool = False
 
     def check(self) -> None:
         """Raises ConfigError for sizes that no layer can have; for entrances that take them one by one."""
@@ -128,6 +133,12 @@ class LayerShape:
         """Bytes of one token, or of one row of the buckets."""
         return self.hidden_size * self.bytes_per_element
 
+    def reached(self, parts: int) -> float:
+        """Of `parts` equal parts of the experts, how many a token reaches whose k experts are drawn evenly."""
+        each = self.num_experts // parts
+        missed = comb(self.num_experts - each, self.topk) / comb(self.num_experts, self.topk)
+        return parts * (1 - missed)
+
     def expert_flops(self, rows: float) -> float:
         """Forward FLOPs of this rank's expert shards for `rows` rows."""
         return 2.0 * rows * self.matrices * self.hidden_size * self.ffn_hidden_size / self.esp
@@ -152,13 +163,17 @@ class Plan:
 
 def plan(schedule: str, shape: LayerShape) -> Plan:
     """The forward stages of `schedule`; those over an axis of one rank are left out."""
-    sizes = {"tp": shape.tp, "ep": shape.ep, "esp": shape.esp, "ep_esp": shape.ep * shape.esp}
+    fused = shape.ep * shape.esp
+    sizes = {"tp": shape.tp, "ep": shape.ep, "esp": shape.esp, "ep_esp": fused}
+    sizes |= {"between": shape.num_nodes, "inside": fused // shape.num_nodes}
 
     def only_real(*stages: Stage) -> tuple[Stage, ...]:
         return tuple(stage for stage in stages if stage.operation == "experts" or sizes[stage.axis] > 1)
 
     found = PLANS[schedule](shape)
-    return Plan(only_real(*found.once), only_real(*found.chunked))
+    joins = (schedule in STARTS_FROM_SLICES) != shape.sequence_parallel  # forward at one end, backward at the other
+    once = (Stage("all_gather", "tp", shape.token_bytes),) if joins else ()
+    return Plan(only_real(*once, *found.once), only_real(*found.chunked))
 
 
 def _experts(shape: LayerShape, rows: float) -> Stage:
@@ -198,7 +213,7 @@ def _deepspeed(shape: LayerShape) -> Plan:
 def _s1(shape: LayerShape) -> Plan:
     rows = shape.rows * shape.esp / shape.tp
     exchange = Stage("all_to_all", "ep_esp", rows * shape.row_bytes)
-    return Plan((Stage("all_gather", "tp", shape.token_bytes),), (exchange, _experts(shape, rows), exchange))
+    return Plan((), (exchange, _experts(shape, rows), exchange))
 
 
 def _s2(shape: LayerShape) -> Plan:
@@ -221,7 +236,26 @@ def _hierarchical(shape: LayerShape, rows: int) -> tuple[Stage, ...]:
 
 
 def _s1h(shape: LayerShape) -> Plan:
-    return Plan((Stage("all_gather", "tp", shape.token_bytes),), _hierarchical(shape, shape.rows))
+    return Plan((), _hierarchical(shape, shape.rows))
+
+
+def _s1n(shape: LayerShape) -> Plan:
+    tokens = shape.num_tokens / shape.tp
+    kept = shape.rows / (shape.topk * shape.num_tokens) if not shape.pads else 1.0
+    weights = shape.num_experts // shape.num_nodes * shape.bytes_per_element  # beside each token, on the way there
+    between = tokens * kept * shape.reached(shape.num_nodes)
+    inside = tokens * kept * shape.reached(shape.ep) * shape.esp
+    choices = min(shape.slots, shape.topk * shape.num_tokens) * shape.esp / shape.tp
+    return Plan(
+        (),
+        (
+            Stage("all_to_all", "between", between * (shape.row_bytes + weights)),
+            Stage("all_to_all", "inside", inside * (shape.row_bytes + weights)),
+            _experts(shape, choices),
+            Stage("all_to_all", "inside", inside * shape.row_bytes),
+            Stage("all_to_all", "between", between * shape.row_bytes),
+        ),
+    )
 
 
 def _s2h(shape: LayerShape) -> Plan:
@@ -229,7 +263,15 @@ def _s2h(shape: LayerShape) -> Plan:
     return Plan((), (*_hierarchical(shape, shape.slots), gather))
 
 
-PLANS = {"baseline": _baseline, "deepspeed": _deepspeed, "s1": _s1, "s2": _s2, "s1h": _s1h, "s2h": _s2h}
+PLANS = {
+    "baseline": _baseline,
+    "deepspeed": _deepspeed,
+    "s1": _s1,
+    "s2": _s2,
+    "s1h": _s1h,
+    "s2h": _s2h,
+    "s1n": _s1n,
+}
 
 
 def predict(schedule: str, chunks: int, shape: LayerShape, model: CostModel) -> float:

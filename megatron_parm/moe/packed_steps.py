@@ -5,7 +5,7 @@ fused group have esp fastest. See `steps.py` for what each step means.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,18 +15,10 @@ from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.overlapped import AllToAllUneven, Pending, start
 
 
-@dataclass(frozen=True)
-class PackedFlight:
-    """Rows on the wire and what they will be when they arrive."""
-
-    pending: Pending
-    unpack: Callable[[Tensor], Packed]
-
-
 def _flight(
-    rows: Tensor, axis: Axis, send: list[int], receive: list[int], unpack: Callable[[Tensor], Packed]
-) -> PackedFlight:
-    return PackedFlight(start(rows, AllToAllUneven(axis, send, receive)), unpack)
+    rows: Tensor, axis: Axis, send: list[int], receive: list[int], view: Callable[[Tensor], Packed]
+) -> Pending[Packed]:
+    return start(rows, AllToAllUneven(axis, send, receive)).then(view)
 
 
 def _experts_of(place: int, part: Packed, ep: Axis) -> slice:
@@ -51,7 +43,7 @@ def _esp_of(part: Packed, ctx: ParallelContext) -> int:
     return len(part.loads) // ctx.ep.size
 
 
-def ep_send(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def ep_send(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """One block of E -> ep blocks of e, from the ranks with this rank's esp place."""
     esp = _esp_of(part, ctx)
     place = ctx.esp.rank if esp > 1 else 0
@@ -61,7 +53,7 @@ def ep_send(part: Packed, ctx: ParallelContext) -> PackedFlight:
     return _flight(part.rows, ctx.ep, send, receive, lambda rows: replace(part, rows=rows, counts=arriving))
 
 
-def ep_return(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def ep_return(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """ep blocks of e -> one block of E: what `ep_send` took away."""
     esp = _esp_of(part, ctx)
     place = ctx.esp.rank if esp > 1 else 0
@@ -71,7 +63,7 @@ def ep_return(part: Packed, ctx: ParallelContext) -> PackedFlight:
     return _flight(part.rows, ctx.ep, part.splits, receive, lambda rows: replace(home, rows=rows))
 
 
-def esp_spread(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def esp_spread(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """ESP-AllGather: ep blocks -> esp * ep blocks, esp slowest."""
     esp, rows = ctx.esp.size, part.rows
     arriving = tuple(
@@ -87,7 +79,7 @@ def esp_spread(part: Packed, ctx: ParallelContext) -> PackedFlight:
     )
 
 
-def esp_collect(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def esp_collect(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """ESP-ReduceScatter of partial sums: esp * ep blocks -> this rank's ep blocks."""
     esp = ctx.esp.size
     each = len(part.counts) // esp
@@ -96,7 +88,7 @@ def esp_collect(part: Packed, ctx: ParallelContext) -> PackedFlight:
     own = send[ctx.esp.rank]
 
     def unpack(rows: Tensor) -> Packed:
-        return replace(part, rows=_added(rows, esp), counts=blocks[ctx.esp.rank])
+        return replace(part, rows=_added(rows, esp) if esp > 1 else rows, counts=blocks[ctx.esp.rank])
 
     return _flight(part.rows, ctx.esp, send, [own] * esp, unpack)
 
@@ -106,22 +98,21 @@ def esp_replicate(part: Packed, ctx: ParallelContext) -> Packed:
     owned = _by_owner(part, ctx.ep)
     if ctx.esp.size == 1:
         return replace(part, counts=owned)
-    blocks = torch.split(part.rows, [sum(block) for block in owned])
     return replace(
         part,
-        rows=torch.cat([block for block in blocks for _ in range(ctx.esp.size)]),
+        rows=replicate(part.rows, [sum(block) for block in owned], ctx.esp.size),
         counts=tuple(counts for counts in owned for _ in range(ctx.esp.size)),
     )
 
 
-def ep_esp_send(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def ep_esp_send(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """Block p to rank p of the fused group."""
     arriving = _held_by(part, list(range(ctx.ep_esp.size)), ctx.ep)
     receive = [sum(block) for block in arriving]
     return _flight(part.rows, ctx.ep_esp, part.splits, receive, lambda rows: replace(part, rows=rows, counts=arriving))
 
 
-def ep_esp_return(part: Packed, ctx: ParallelContext) -> PackedFlight:
+def ep_esp_return(part: Packed, ctx: ParallelContext) -> Pending[Packed]:
     """What `ep_esp_send` took away, from every shard."""
     home = replace(part, counts=(part.loads[ctx.ep_esp.rank],))
     counts = tuple(block for block in _by_owner(home, ctx.ep) for _ in range(ctx.esp.size))
@@ -133,15 +124,25 @@ def esp_sum(part: Packed, ctx: ParallelContext) -> Packed:
     """ep * esp blocks -> one block of E, the shards of each owner added."""
     esp = ctx.esp.size
     counts = (tuple(count for block in part.counts[::esp] for count in block),)
-    if esp == 1:
-        return replace(part, counts=counts)
-    sizes = [sum(part.splits[at : at + esp]) for at in range(0, len(part.counts), esp)]
-    sums = [_added(block, esp) for block in torch.split(part.rows, sizes)]
-    return replace(part, rows=torch.cat(sums), counts=counts)
+    return replace(part, rows=add_copies(part.rows, part.splits[::esp], esp), counts=counts)
+
+
+def replicate(rows: Tensor, sizes: list[int], copies: int) -> Tensor:
+    """Blocks of `sizes` rows, each `copies` times in a row."""
+    if copies == 1:
+        return rows
+    repeated = [block.expand(copies, -1, -1).flatten(0, 1) for block in torch.split(rows, sizes)]
+    return repeated[0] if len(repeated) == 1 else torch.cat(repeated)
+
+
+def add_copies(rows: Tensor, sizes: list[int], copies: int) -> Tensor:
+    """The adjoint of `replicate`: the sum of the copies of each block."""
+    if copies == 1:
+        return rows
+    sums = [_added(block, copies) for block in torch.split(rows, [size * copies for size in sizes])]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _added(rows: Tensor, copies: int) -> Tensor:
     """The sum of `copies` equal runs of rows."""
-    if copies == 1:
-        return rows
     return rows.view(copies, rows.shape[0] // copies, rows.shape[1]).sum(0)

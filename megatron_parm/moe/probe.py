@@ -55,13 +55,16 @@ def build_probe(shape: LayerShape, ctx: ParallelContext, dtype: torch.dtype) -> 
         dtype=dtype,
         device=ctx.device,
     )
-    layer = MoELayer(gate, experts, schedule="baseline", ctx=ctx)
+    layer = MoELayer(
+        gate, experts, schedule="baseline", sequence_parallel=shape.sequence_parallel and ctx.tp.size > 1, ctx=ctx
+    )
     initialise_weights(layer, SEED)
     return layer
 
 
 class Pass:
-    """One forward and backward pass of a layer over `num_tokens` random tokens, the same on the ranks of tp."""
+    """One forward and backward pass of a layer over `num_tokens` random tokens, the same on the ranks of tp; this
+    rank's slice of them under sequence parallelism."""
 
     def __init__(self, layer: MoELayer, num_tokens: int, ctx: ParallelContext) -> None:
         generator = torch.Generator().manual_seed(SEED + ctx.dp.rank)
@@ -69,6 +72,8 @@ class Pass:
         shape = (num_tokens, 1, weight.shape[1])
         self._layer = layer
         self._x, self._gradient = (self._draw(shape, generator, weight) for _ in range(2))
+        if layer.sequence_parallel:
+            self._x, self._gradient = (x.chunk(ctx.tp.size)[ctx.tp.rank] for x in (self._x, self._gradient))
 
     @staticmethod
     def _draw(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_parm.moe.buckets import Buckets, announce
+from megatron_parm.moe.node_rows import node_collect, node_return, node_send, node_spread, weigh
 from megatron_parm.moe.routing import Routing
 from megatron_parm.moe.steps import (
     arrived,
@@ -32,7 +33,7 @@ from megatron_parm.moe.steps import (
     mp_split,
     pipelined,
 )
-from megatron_parm.moe.traced import combine, dispatch
+from megatron_parm.moe.traced import carry, combine, dispatch, settle
 from megatron_parm.parallel.context import Axis, ParallelContext
 
 
@@ -176,6 +177,26 @@ def s2h(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> T
     return combine(gathered, routing)  # [n, h]
 
 
+def s1n(tokens: Tensor, block: MoEBlock, ctx: ParallelContext, chunks: int) -> Tensor:
+    """S1 with one copy of each token to each node, whatever it has there of experts and their shards.
+
+    A row carries its weights along; the outputs are weighted and added where they are made, so the way back too has
+    one row a token and node.
+    """
+    shard = tokens if block.sequence_parallel else mp_split(tokens, ctx)  # [n/tp, h]
+    routing = block.gate(shard, shared_over=ctx.tp)  # gate weights: gradient summed over tp
+    returned = pipelined(
+        carry(shard, routing, ctx, chunks),  # [r, h + m], r rows for all nodes
+        lambda part: node_send(part, ctx),  # the rows for this node, from this place on each
+        lambda inbox: node_spread(arrived(inbox), ctx),  # to the experts' owners on the node and all their shards
+        lambda spread: node_collect(weigh(block.experts, arrived(spread), ctx), ctx),  # partial sums, added: [., h]
+        lambda summed: node_return(arrived(summed), ctx),  # [r, h]
+        arrived,
+    )
+    shard = settle(returned, routing)  # [n/tp, h]
+    return shard if block.sequence_parallel else mp_all_gather(shard, ctx)  # [n, h]
+
+
 SCHEDULES: dict[str, Schedule] = {
     "baseline": baseline,
     "deepspeed": deepspeed,
@@ -183,7 +204,8 @@ SCHEDULES: dict[str, Schedule] = {
     "s2": s2,
     "s1h": s1h,
     "s2h": s2h,
+    "s1n": s1n,
 }
 
 # Under sequence parallelism these take and give MP slices; the others need the tokens of all MP peers.
-STARTS_FROM_SLICES = frozenset({"s1", "s1h"})
+STARTS_FROM_SLICES = frozenset({"s1", "s1h", "s1n"})

@@ -6,14 +6,13 @@ that carry their adjoint. Source: parm.md sections 2 and 3.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron_parm.moe import packed_steps
 from megatron_parm.moe.buckets import Buckets, Packed
-from megatron_parm.moe.packed_steps import PackedFlight
 from megatron_parm.parallel import collectives
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.overlapped import (
@@ -28,28 +27,12 @@ from megatron_parm.parallel.overlapped import (
     start,
 )
 
-
-@dataclass(frozen=True)
-class PaddedFlight:
-    """A dense tensor on the wire and how it is to be seen when it arrives."""
-
-    pending: Pending
-    unpack: Callable[[Tensor], Tensor]
+# What is on the wire; `arrived` waits for it.
+Flight = Pending[Tensor] | Pending[Packed]
+arrived = finish
 
 
-Flight = PaddedFlight | PackedFlight
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def arrived(flight: Flight) -> Buckets:
-    """Wait for what is on the wire."""
-    return flight.unpack(finish(flight.pending))
-
-
-def pipelined(parts: Iterable[Buckets], *stages: Callable[[Any], Any]) -> list[Any]:
+def pipelined(parts: Iterable[Any], *stages: Callable[[Any], Any]) -> list[Any]:
     """Take every part through all stages; while one part is at a stage, the next is at the stage before.
 
     A stage that ends in a send leaves its part on the wire while the other parts compute or travel. Backward runs the
@@ -78,13 +61,13 @@ def mp_slice(slots: Buckets, ctx: ParallelContext) -> Flight:
     assert isinstance(slots, Tensor)
     num_experts, num_slots, hidden = slots.shape
     stack = slots.view(num_experts, ctx.tp.size, num_slots // ctx.tp.size, hidden).transpose(0, 1)
-    return PaddedFlight(start(stack, OwnSlice(ctx.tp)), _as_it_is)
+    return start(stack, OwnSlice(ctx.tp))
 
 
 def mp_send(slots: Buckets, ctx: ParallelContext) -> Flight:
     """MP-AllGather along the slots, on the wire: `[E, c/tp, h]` -> `[E, c, h]`."""
     assert isinstance(slots, Tensor)
-    return PaddedFlight(start(slots, StackIdentical(ctx.tp)), lambda x: x.transpose(0, 1).flatten(1, 2))
+    return start(slots, StackIdentical(ctx.tp)).then(lambda x: x.transpose(0, 1).flatten(1, 2))
 
 
 def esp_all_gather(tokens: Tensor, ctx: ParallelContext) -> Tensor:
@@ -96,8 +79,8 @@ def esp_reduce(partial: Buckets, ctx: ParallelContext) -> Flight:
     """ESP-AllReduce of partial sums, of which each rank then keeps the part of its own tokens."""
     collective = AllReduceSumming(ctx.esp)
     if isinstance(partial, Packed):
-        return PackedFlight(start(partial.rows, collective), lambda rows: replace(partial, rows=rows))
-    return PaddedFlight(start(partial, collective), _as_it_is)
+        return start(partial.rows, collective).then(lambda rows: replace(partial, rows=rows))
+    return start(partial, collective)
 
 
 def esp_split(gathered: Buckets, ctx: ParallelContext) -> Tensor:
@@ -111,21 +94,21 @@ def ep_send(part: Buckets, ctx: ParallelContext) -> Flight:
     if isinstance(part, Packed):
         return packed_steps.ep_send(part, ctx)
     owned = part.view(ctx.ep.size, -1, *part.shape[1:])  # [ep, e, c, h]
-    return PaddedFlight(start(owned, AllToAll(ctx.ep)), _as_it_is)
+    return start(owned, AllToAll(ctx.ep))
 
 
 def ep_return(part: Buckets, ctx: ParallelContext) -> Flight:
     """EP-AlltoAll back: `[ep, e, c, h]` -> `[E, c, h]`."""
     if isinstance(part, Packed):
         return packed_steps.ep_return(part, ctx)
-    return PaddedFlight(start(part, AllToAll(ctx.ep)), lambda x: x.flatten(0, 1))
+    return start(part, AllToAll(ctx.ep)).then(lambda x: x.flatten(0, 1))
 
 
 def esp_spread(inbox: Buckets, ctx: ParallelContext) -> Flight:
     """ESP-AllGather inside the node: `[ep, e, c, h]` -> `[esp*ep, e, c, h]`, used by each rank with its own shard."""
     if isinstance(inbox, Packed):
         return packed_steps.esp_spread(inbox, ctx)
-    return PaddedFlight(start(inbox, StackSumming(ctx.esp)), lambda x: x.flatten(0, 1))
+    return start(inbox, StackSumming(ctx.esp)).then(lambda x: x.flatten(0, 1))
 
 
 def esp_collect(partial: Buckets, ctx: ParallelContext) -> Flight:
@@ -133,7 +116,7 @@ def esp_collect(partial: Buckets, ctx: ParallelContext) -> Flight:
     if isinstance(partial, Packed):
         return packed_steps.esp_collect(partial, ctx)
     stack = partial.unflatten(0, (ctx.esp.size, ctx.ep.size))  # type: ignore[no-untyped-call]  # torch's
-    return PaddedFlight(start(stack, ScatterSum(ctx.esp)), _as_it_is)
+    return start(stack, ScatterSum(ctx.esp))
 
 
 def esp_replicate(part: Buckets, ctx: ParallelContext) -> Buckets:
@@ -148,14 +131,14 @@ def ep_esp_send(outbox: Buckets, ctx: ParallelContext) -> Flight:
     """EP&ESP-AlltoAll there: block p goes to rank p of the fused group."""
     if isinstance(outbox, Packed):
         return packed_steps.ep_esp_send(outbox, ctx)
-    return PaddedFlight(start(outbox, AllToAll(ctx.ep_esp)), _as_it_is)
+    return start(outbox, AllToAll(ctx.ep_esp))
 
 
 def ep_esp_return(partial: Buckets, ctx: ParallelContext) -> Flight:
     """EP&ESP-AlltoAll back: every shard's part of what was sent there."""
     if isinstance(partial, Packed):
         return packed_steps.ep_esp_return(partial, ctx)
-    return PaddedFlight(start(partial, AllToAll(ctx.ep_esp)), _as_it_is)
+    return start(partial, AllToAll(ctx.ep_esp))
 
 
 def esp_sum(returned: Buckets, ctx: ParallelContext) -> Buckets:

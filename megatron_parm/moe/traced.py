@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parm.moe import buckets
+from megatron_parm.moe import buckets, node_rows
 from megatron_parm.moe.buckets import Buckets, Packed
+from megatron_parm.moe.node_rows import NodeRows
 from megatron_parm.moe.routing import Routing
 from megatron_parm.observe.trace import COMPUTE, Trace
-from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.context import Axis, ParallelContext
 
 
 class _Passing(Function):
@@ -88,6 +89,25 @@ def combine(parts: Sequence[Buckets], routing: Routing) -> Tensor:
     stage = _Stage(routing.trace, "combine")
     with stage.forward():
         return stage.leave(buckets.combine([stage.enter_buckets(part) for part in parts], routing))
+
+
+def carry(tokens: Tensor, routing: Routing, ctx: ParallelContext, chunks: int) -> list[NodeRows]:
+    """`node_rows.carry`, told to the trace of the routing."""
+    if not routing.trace.is_recording:
+        return node_rows.carry(tokens, routing, ctx, chunks)
+    stage = _Stage(routing.trace, "dispatch")
+    with stage.forward():
+        parts = node_rows.carry(stage.enter(tokens), routing, ctx, chunks)
+        return [replace(part, rows=stage.leave(part.rows)) for part in parts]
+
+
+def settle(parts: Sequence[NodeRows], routing: Routing) -> Tensor:
+    """`node_rows.settle`, told to the trace of the routing."""
+    if not routing.trace.is_recording:
+        return node_rows.settle(parts)
+    stage = _Stage(routing.trace, "combine")
+    with stage.forward():
+        return stage.leave(node_rows.settle([replace(part, rows=stage.enter(part.rows)) for part in parts]))
 
 
 @dataclass(frozen=True)

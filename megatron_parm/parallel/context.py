@@ -44,6 +44,8 @@ class ParallelContext:
     `ends` joins the first and the last stage of a pipeline; on a stage between them it is this rank alone.
     dp_gradients and edp_gradients have the ranks of dp and edp and groups of their own: a reduction that runs beside
     backward must not share a group with a collective of the model, even where the ranks are the same.
+    `inside` and `between` cut ep_esp by nodes: its ranks on this node, and those at this rank's place on each node.
+    Where nodes do not hold equal runs of whole experts, `inside` is all of ep_esp and `between` this rank alone.
     """
 
     grid: RankGrid
@@ -60,14 +62,16 @@ class ParallelContext:
     ep_esp: Axis
     dp_gradients: Axis
     edp_gradients: Axis
+    inside: Axis
+    between: Axis
     node: str = ""
     ends: Axis = Axis("ends", 1, 0, (0,), None)
 
     @staticmethod
     def single(device: torch.device | None = None) -> "ParallelContext":
         """The context of one process on its own: every axis has size 1. Needs no torch.distributed."""
-        names = ("world", "stage", "pp", "dp", "tp", "edp", "ep", "esp", "ep_esp", "dp_gradients", "edp_gradients")
-        axes = {name: Axis.single(name) for name in names}
+        dense, experts = ("world", "stage", "pp", "dp", "tp"), ("edp", "ep", "esp", "ep_esp", "inside", "between")
+        axes = {name: Axis.single(name) for name in (*dense, *experts, "dp_gradients", "edp_gradients")}
         return ParallelContext(RankGrid(1), 0, device or torch.device("cpu"), node="", **axes)
 
     def axis(self, name: str) -> Axis:

@@ -7,6 +7,7 @@ Source: parm.md section 1 (paper: MP = tp, ESP = esp); Megatron's rank order for
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 from megatron_parm.errors import LayoutError
@@ -119,3 +120,25 @@ class RankGrid:
                 rest, coordinate = divmod(rest, size)
                 coordinates.append(coordinate)
             yield tuple(reversed(coordinates))
+
+
+def cut_by_nodes(grid: RankGrid, nodes: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ep_esp cut by the nodes of their ranks: `inside` a node, and `between` ranks of equal place.
+
+    nodes: the node of each rank. Each group must consist of equal runs, one a node, each of whole experts (a multiple
+    of esp ranks); otherwise every group is taken as one node.
+    """
+    fused = grid.groups("ep_esp")
+    runs = [[tuple(run) for _, run in groupby(ranks, key=lambda rank: nodes[rank])] for ranks in fused]
+    sizes = {len(run) for group in runs for run in group}
+    is_regular = (
+        len(sizes) == 1
+        and next(iter(sizes)) % grid.esp == 0
+        and all(len({nodes[run[0]] for run in group}) == len(group) for group in runs)
+    )
+    if not is_regular:
+        runs = [[ranks] for ranks in fused]
+    return {
+        "inside": [run for group in runs for run in group],
+        "between": [ranks for group in runs for ranks in zip(*group, strict=True)],
+    }

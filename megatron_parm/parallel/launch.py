@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_parm.errors import ConfigError, LayoutError
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis, ParallelContext
-from megatron_parm.parallel.grid import AXES, RankGrid
+from megatron_parm.parallel.grid import AXES, RankGrid, cut_by_nodes
 
 T = TypeVar("T")
 
@@ -222,10 +222,14 @@ CONTEXT_AXES: dict[str, tuple[str, str]] = {name: (name, MODEL) for name in AXES
 }
 
 
-def make_groups(grid: RankGrid, groups: GroupCache) -> None:
+def make_groups(grid: RankGrid, groups: GroupCache, nodes: Sequence[str] = ()) -> None:
     """Every group that a context of `grid` needs. Call on all ranks of the world, also on those outside the grid."""
     for ranks in grid.rank_sets():
         groups.get(ranks)
+    for table in cut_by_nodes(grid, nodes or [""] * grid.world).values():
+        for ranks in table:
+            if len(ranks) > 1:
+                groups.get(ranks)
     for axis, purpose in CONTEXT_AXES.values():
         for ranks in grid.groups(axis):
             if purpose != MODEL and len(ranks) > 1:
@@ -237,17 +241,26 @@ def _axis(name: str, ranks: tuple[int, ...], rank: int, groups: GroupCache, purp
 
 
 def build_context(
-    grid: RankGrid, rank: int, device: torch.device, groups: GroupCache, node: str = ""
+    grid: RankGrid, rank: int, device: torch.device, groups: GroupCache, nodes: Sequence[str] = ()
 ) -> ParallelContext:
     """Every axis of `grid` as seen by `rank`. Call on all ranks with the same grid, after init_process_group.
 
-    node: a name that the ranks of one node share and no others.
+    nodes: for each rank a name that the ranks of its node share and no others; none for a single node.
     """
-    make_groups(grid, groups)
+    nodes = nodes or [""] * grid.world
+    make_groups(grid, groups, nodes)
     axes = {"ends": _axis("ends", grid.ends_of(rank), rank, groups, MODEL)}
     for name, (axis, purpose) in CONTEXT_AXES.items():
         axes[name] = _axis(axis, grid.group_of(axis, rank), rank, groups, purpose)
-    return ParallelContext(grid, rank, device, **axes, node=node)
+    for name, table in cut_by_nodes(grid, nodes).items():
+        axes[name] = _axis(name, next(ranks for ranks in table if rank in ranks), rank, groups, MODEL)
+    return ParallelContext(grid, rank, device, **axes, node=nodes[rank])
+
+
+def _share_nodes(environment: LaunchEnvironment, store: dist.Store) -> list[str]:
+    """The node of every rank, through the store."""
+    store.set(f"node/{environment.rank}", environment.node)
+    return [store.get(f"node/{rank}").decode() for rank in range(environment.world)]
 
 
 def start(
@@ -262,7 +275,8 @@ def start(
     if store is None:
         return ParallelContext.single(device)
     dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.world, timeout=timeout)
-    return build_context(grid, environment.rank, device, GroupCache(timeout), environment.node)
+    nodes = _share_nodes(environment, store)
+    return build_context(grid, environment.rank, device, GroupCache(timeout), nodes)
 
 
 def shutdown(ctx: ParallelContext) -> None:

@@ -10,8 +10,9 @@ so the order of backward is the same on all ranks too. Only asynchronous handles
 gloo and NCCL.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from torch.autograd.function import once_differentiable
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.transport import Flight
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Collective(Protocol):
@@ -154,14 +158,20 @@ class _Wire:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A collective on its way. `token` carries it through autograd; its values mean nothing.
+class Pending(Generic[T]):
+    """A collective on its way, and what its result will be seen as. `token` carries it through autograd; its values
+    mean nothing.
 
     The operators hold the wire alone: one that held the token too would keep itself, and with it the graph, alive.
     """
 
     wire: _Wire
     token: Tensor
+    view: Callable[[Tensor], T]
+
+    def then(self, view: Callable[[T], S]) -> "Pending[S]":
+        """The same collective, its result passed on to `view` when it arrives."""
+        return Pending(self.wire, self.token, lambda result: view(self.view(result)))
 
 
 class _Start(Function):
@@ -192,14 +202,14 @@ class _Finish(Function):
         return torch.empty(0, dtype=dtype, device=device), None
 
 
-def start(x: Tensor, collective: Collective) -> Pending:
+def start(x: Tensor, collective: Collective) -> Pending[Tensor]:
     """Put `x` on the wire; `x` must not be written until `finish`. Call on all ranks of the collective's axis."""
     wire = _Wire(collective)
-    return Pending(wire, _Start.apply(x, wire))  # type: ignore[no-untyped-call]
+    return Pending(wire, _Start.apply(x, wire), lambda result: result)  # type: ignore[no-untyped-call]
 
 
-def finish(pending: Pending) -> Tensor:
+def finish(pending: Pending[T]) -> T:
     """Wait for a started collective; its result. Once for each start."""
     result = _Finish.apply(pending.token, pending.wire)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
-    return result
+    return pending.view(result)

@@ -16,21 +16,29 @@ POOL_SIZES = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of one test; `world` is 1 or the size of a pool."""
+    """Parallel sizes of one test; `world` is 1 or the size of a pool. `nodes`: on how many nodes the ranks stand."""
 
     world: int
     tp: int = 1
     ep: int = 1
     esp: int = 1
     pp: int = 1
+    nodes: int = 1
 
     @property
     def grid(self) -> RankGrid:
         """The grid of these sizes."""
         return RankGrid(self.world, tp=self.tp, pp=self.pp, ep=self.ep, esp=self.esp)
 
+    @property
+    def names_of_nodes(self) -> list[str]:
+        """The node of each rank, equal runs of ranks."""
+        return [f"node{rank * self.nodes // self.world}" for rank in range(self.world)]
+
     def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "ep", "esp", "pp") if getattr(self, name) > 1]
+        sizes = [
+            f"{name}{getattr(self, name)}" for name in ("tp", "ep", "esp", "pp", "nodes") if getattr(self, name) > 1
+        ]
         return "-".join([f"w{self.world}", *sizes])
 
 
@@ -56,6 +64,20 @@ MOE_LAYOUTS = (
     Layout(8, tp=2, esp=4, ep=2),
     Layout(8, tp=2, ep=4),
     Layout(8, tp=4, esp=4, ep=2),
+)
+
+# The same on several nodes: experts and shards that stand together on a node, and a group on one node of two.
+NODE_LAYOUTS = (
+    Layout(2, tp=2, ep=2, nodes=2),
+    Layout(4, tp=2, ep=2, esp=2, nodes=2),
+    Layout(4, ep=4, nodes=2),
+    Layout(4, tp=2, ep=4, nodes=2),
+    Layout(8, tp=4, ep=2, esp=4, nodes=2),
+    Layout(8, tp=2, ep=4, esp=2, nodes=2),
+    Layout(8, tp=2, ep=8, nodes=4),
+    Layout(8, tp=2, ep=4, esp=2, nodes=4),
+    Layout(8, tp=2, ep=2, esp=2, nodes=2),  # edp 2, each expert group on one node
+    Layout(8, tp=4, ep=4, esp=2, nodes=8),  # shards on several nodes: taken as one
 )
 
 # Layouts of a dense model.

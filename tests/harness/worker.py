@@ -46,7 +46,7 @@ def _answer(rank: int, groups: GroupCache, message: bytes) -> bytes:
         layout, function, args, kwargs = unpack(message)
         assert isinstance(layout, Layout)
         with clean_state():
-            ctx = build_context(layout.grid, rank, torch.device("cpu"), groups)
+            ctx = build_context(layout.grid, rank, torch.device("cpu"), groups, layout.names_of_nodes)
             return pack(("ok", function(ctx, *args, **kwargs)))
     except BaseException:
         return pack(("error", traceback.format_exc()))

@@ -12,6 +12,7 @@ from megatron_parm.moe.gate import Gate, GateSettings
 from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.moe.record import RoutingRecord
+from megatron_parm.moe.schedules import STARTS_FROM_SLICES
 from megatron_parm.moe.shared_expert import SharedExpert
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
@@ -263,7 +264,7 @@ def largest_difference(
     All values are of order 1. Replicas on different ranks are each compared. `other`: what the process runs instead.
     """
     grid = layout.grid
-    expected = reference(other or case, grid.dp, slices=layout.tp if schedule in ("s1", "s1h") else 1)
+    expected = reference(other or case, grid.dp, slices=layout.tp if schedule in STARTS_FROM_SLICES else 1)
     worst = 0.0
     for rank in pools.run(layout, run_layer, case, schedule, faults, chunks):
         wanted_both = expected.outputs[rank["dp"]], expected.input_gradients[rank["dp"]]

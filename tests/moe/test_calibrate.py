@@ -155,10 +155,10 @@ def _nodes(ctx: ParallelContext, nodes: tuple[str, ...]) -> tuple[str, list[str]
     ("layout", "nodes", "key", "crossing"),
     [
         (POOL, "aaaa", "cpu:4:tp2-ep2-esp2", []),
-        (POOL, "aabb", "cpu:2+2:tp2-ep2-esp2", ["ep", "ep_esp"]),
-        (POOL, "abab", "cpu:2+2:tp2-ep2-esp2", ["ep_esp", "tp", "esp"]),
-        (POOL, "abbb", "cpu:1+3:tp2-ep2-esp2", ["ep", "ep_esp", "tp", "esp"]),
-        (POOL, "abcd", "cpu:1+1+1+1:tp2-ep2-esp2", ["ep", "ep_esp", "tp", "esp"]),
+        (POOL, "aabb", "cpu:2+2:tp2-ep2-esp2", ["ep", "ep_esp", "between"]),
+        (POOL, "abab", "cpu:2+2:tp2-ep2-esp2", ["ep_esp", "tp", "esp", "inside"]),
+        (POOL, "abbb", "cpu:1+3:tp2-ep2-esp2", ["ep", "ep_esp", "tp", "esp", "inside"]),
+        (POOL, "abcd", "cpu:1+1+1+1:tp2-ep2-esp2", ["ep", "ep_esp", "tp", "esp", "inside"]),
         (Layout(4, tp=4), "aabb", "cpu:2+2:tp4-ep1-esp1", ["tp"]),
         (Layout(4, tp=2, esp=2), "aabb", "cpu:2+2:tp2-ep1-esp2", []),
     ],
@@ -211,7 +211,7 @@ def test_a_measurement(pools: Pools, dropless: bool) -> None:
         assert all(map(math.isfinite, (line.alpha, line.beta, line.r2))), name
         assert line.alpha >= 0 and line.beta >= 0 and line.r2 <= 1, name
     assert 0 <= model.links_hidden <= 1 and 0 <= model.processor_hidden <= 1 and model.chunk_ms >= 0
-    assert model.crossing == {"ep", "ep_esp"} and "4 ranks" in model.source
+    assert model.crossing == {"ep", "ep_esp", "between"} and "4 ranks" in model.source
     times = predictions(shape, model)
-    assert {name for name, _ in times} == ({"baseline", "s1", "s1h"} if dropless else set(SCHEDULES))
+    assert {name for name, _ in times} == ({"baseline", "s1", "s1h", "s1n"} if dropless else set(SCHEDULES))
     assert all(math.isfinite(time) and time > 0 for time in times.values())

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness.layouts import MOE_LAYOUTS, Layout
+from megatron_parm.moe.schedules import SCHEDULES
+from tests.harness.layouts import MOE_LAYOUTS, NODE_LAYOUTS, Layout
 from tests.harness.pools import Pools
 from tests.moe.layer_run import Case, largest_difference, run_layer
 
@@ -36,11 +37,18 @@ def _has_slots_where_needed(layout: Layout, case: str, schedule: str, chunks: in
 @pytest.mark.cover(
     layout=MOE_LAYOUTS,
     case=CASES,
-    schedule=["baseline", "deepspeed", "s1", "s2", "s1h", "s2h"],
+    schedule=list(SCHEDULES),
     chunks=[1, 2, 3],
     where=_has_slots_where_needed,
 )
 def test_equals_one_process(pools: Pools, layout: Layout, case: str, schedule: str, chunks: int) -> None:
+    assert largest_difference(pools, layout, CASES[case], schedule, chunks=chunks) < 1e-10
+
+
+@pytest.mark.cover(layout=NODE_LAYOUTS, case=CASES, schedule=["s1n"], chunks=[1, 2, 3])
+def test_equals_one_process_on_several_nodes(
+    pools: Pools, layout: Layout, case: str, schedule: str, chunks: int
+) -> None:
     assert largest_difference(pools, layout, CASES[case], schedule, chunks=chunks) < 1e-10
 
 

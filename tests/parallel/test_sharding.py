@@ -23,6 +23,8 @@ def context_of(grid: RankGrid, rank: int) -> ParallelContext:
     for name, (axis, _) in CONTEXT_AXES.items():
         ranks = grid.group_of(axis, rank)
         axes[name] = Axis(axis, len(ranks), ranks.index(rank), ranks, None)
+    for name in ("inside", "between"):
+        axes[name] = Axis.single(name, rank)
     return ParallelContext(grid, rank, CPU, **axes)
 
 

@@ -42,7 +42,7 @@ def _name(layout: Layout) -> str:
 def _rows_by_turns() -> list[Any]:
     """Each layout with one kind, taking turns; the others with --full."""
     kinds: list[tuple[Schedule, bool]] = [
-        *((schedule, False) for schedule in ("baseline", "s1", "s2", "deepspeed", "s1h", "s2h")),
+        *((schedule, False) for schedule in ("baseline", "s1", "s2", "deepspeed", "s1h", "s2h", "s1n")),
         *((schedule, True) for schedule in ("s1", "s1h")),
     ]
     return [
