@@ -273,14 +273,8 @@ _LOGGING: dict[str, Entry] = (
     | _ignored(_ALWAYS_LOGGED, "log-batch-size-to-tensorboard log-learning-rate-to-tensorboard")
     | _ignored(_ALWAYS_LOGGED, "no-log-learnig-rate-to-tensorboard no-log-learning-rate-to-tensorboard")
     | _ignored(_ALWAYS_LOGGED, "no-log-loss-scale-to-tensorboard log-loss-scale-to-tensorboard")
-    | _ignored(_NOT_LOGGED, "log-timers-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard")
-    | _ignored(_NOT_LOGGED, "log-progress log-straggler no-barrier-with-level-1-timing record-memory-history")
-    | _ignored(_NOT_LOGGED, "timing-log-level timing-log-option", "one")
-    | _ignored(
-        "wandb is not in this release; use --tensorboard-dir or --log-json",
-        "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
-        "one",
-    )
+    | _ignored(_NOT_LOGGED, "log-memory-to-tensorboard log-world-size-to-tensorboard")
+    | _ignored(_NOT_LOGGED, "log-progress log-straggler record-memory-history")
 )
 
 MEGATRON_FLAGS: dict[str, Entry] = (

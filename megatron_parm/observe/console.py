@@ -1,13 +1,16 @@
 """Megatron's console lines, to the letter: field order, separators and formats that users' parsers know. Floor 2.
 
-Source: `training_log` and `evaluate_and_print_results` of Megatron-LM 2.5.
+Source: `training_log` and `evaluate_and_print_results` of Megatron-LM 2.5; the timers of Megatron-Core.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from megatron_parm.observe.records import EndRecord, Record, SaveRecord, StartRecord, TrainRecord, ValidRecord
+
+TimingOption = Literal["max", "minmax", "all"]
 
 LARGEST_EXPONENT = 20.0  # Megatron's cap: a perplexity is exp(min(20, loss))
 
@@ -41,9 +44,19 @@ def train_line(record: TrainRecord, is_throughput_shown: bool = False) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def time_line(spans_ms: Mapping[str, float]) -> str:
-    """The timers' line: mean milliseconds of each span."""
-    return "time (ms) | " + " | ".join(f"{name}: {span:.2f}" for name, span in spans_ms.items())
+def time_lines(spans_ms: Mapping[str, Sequence[float]], option: TimingOption) -> list[str]:
+    """The timers' lines (--timing-log-option): the slowest rank, the fastest and the slowest, or all of them."""
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, times in spans_ms.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {time:.2f}" for rank, time in enumerate(times)]
+        return lines
+    lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
+    for name, times in spans_ms.items():
+        shown = f"{max(times):.2f}" if option == "max" else f"({min(times):.2f}, {max(times):.2f})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
+    return lines
 
 
 def valid_lines(record: ValidRecord) -> list[str]:
@@ -81,7 +94,6 @@ class _Interval:
         self.time_ms = 0.0
         self.tflop_ms = 0.0
         self.losses: dict[str, float] = {}
-        self.spans_ms: dict[str, float] = {}
 
     def add(self, record: TrainRecord) -> None:
         """Count one iteration; the losses of a skipped one are left out, as in Megatron."""
@@ -90,8 +102,6 @@ class _Interval:
         self.nan += record.nan
         self.time_ms += record.iteration_time_ms
         self.tflop_ms += record.throughput.tflops_per_second_per_device * record.iteration_time_ms
-        for name, span in record.spans_ms.items():
-            self.spans_ms[name] = self.spans_ms.get(name, 0.0) + span
         if not record.skipped:
             self.advanced += 1
             for name, loss in record.losses.items():
@@ -105,8 +115,15 @@ class ConsoleSink:
     `say` takes one line (`Log.say`).
     """
 
-    def __init__(self, say: Callable[[str], None], interval: int = 1, is_throughput_shown: bool = False) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        interval: int = 1,
+        is_throughput_shown: bool = False,
+        timing_option: TimingOption = "minmax",
+    ) -> None:
         self._say = say
+        self._timing_option = timing_option
         self._every = interval
         self._is_throughput_shown = is_throughput_shown
         self._interval = _Interval()
@@ -143,7 +160,5 @@ class ConsoleSink:
             skipped=sums.skipped,
             nan=sums.nan,
         )
-        lines = [train_line(mean, self._is_throughput_shown)]
-        if sums.spans_ms:
-            lines.append(time_line({name: span / sums.count for name, span in sums.spans_ms.items()}))
-        return lines
+        times = time_lines(record.spans_ms, self._timing_option) if record.spans_ms else []
+        return [train_line(mean, self._is_throughput_shown), *times]

@@ -107,7 +107,7 @@ def _train_fields(record: TrainRecord) -> dict[str, object]:
         "params_norm": record.params_norm,
         "moe": None if record.moe is None else _moe_fields(record.moe),
         "memory": record.memory,
-        "spans_ms": record.spans_ms or None,
+        "spans_ms": {name: max(times) for name, times in record.spans_ms.items()} or None,
     }
     return fields | {name: value for name, value in optional.items() if value is not None}
 

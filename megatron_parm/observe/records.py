@@ -81,7 +81,8 @@ class TrainRecord:
     """One iteration, or what is left of it when it was skipped.
 
     `losses` by Megatron's console names (`lm loss`, `sop loss`, `load_balancing_loss`, `z_loss`) in the order they are
-    printed. `skipped` and `nan` are 0 or 1. A figure that was not measured is None.
+    printed. `skipped` and `nan` are 0 or 1. A figure that was not measured is None. `spans_ms`: at the end of a log
+    interval the milliseconds an iteration of each timer, by rank.
     """
 
     iteration: int
@@ -100,7 +101,7 @@ class TrainRecord:
     nan: int = 0
     moe: MoEFigures | None = None
     memory: MemoryPeak | None = None
-    spans_ms: Mapping[str, float] = field(default_factory=dict)
+    spans_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def train_scalars(record: TrainRecord, tags: TensorBoardTags) -> dict[str, float
         "throughput": record.throughput.tflops_per_second_per_device if tags.throughput else None,
     }
     if tags.timers:
-        optional |= {f"{name}-time": span / 1000.0 for name, span in record.spans_ms.items()}
+        optional |= {f"{name}-time": max(times) / 1000.0 for name, times in record.spans_ms.items()}
     if record.memory is not None and tags.memory:
         optional["mem-max-allocated-bytes"] = record.memory.device_mib * MIB
         optional["mem-max-resident-bytes"] = record.memory.resident_mib * MIB

@@ -5,9 +5,8 @@ A device computes behind the program's back, so both wait for it through `synchr
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -24,27 +23,35 @@ def device_synchroniser(device: torch.device) -> Callable[[], None]:
     return lambda: module.synchronize(device)
 
 
-@dataclass(frozen=True)
-class Span:
-    """What a name has taken: `total_ms` in `count` visits."""
-
-    total_ms: float
-    count: int
-
-
 class Timers:
-    """Adds up the time of named spans: `with timers.span("forward"): ...`."""
+    """Adds up the time of named spans: `with timers.span("optimizer"): ...`.
+
+    level: spans of a finer level cost nothing and count nothing (--timing-log-level; 0: no span at all, 1: the parts of
+    a step, 2: the parts of those). align: called before each span of level 1, so that no rank's waiting for another
+    falls into it.
+    """
 
     def __init__(
-        self, synchronise: Callable[[], None] = do_nothing, clock: Callable[[], float] = time.perf_counter
+        self,
+        level: int = 0,
+        synchronise: Callable[[], None] = do_nothing,
+        align: Callable[[], None] = do_nothing,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.level = level
         self._synchronise = synchronise
+        self._align = align
         self._clock = clock
-        self._spans: dict[str, Span] = {}
+        self._totals_ms: dict[str, float] = {}
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, level: int = 1) -> Iterator[None]:
         """Count the time of the block under `name`, also when the block raises."""
+        if level > self.level:
+            yield
+            return
+        if level == 1:
+            self._align()
         self._synchronise()
         started = self._clock()
         try:
@@ -52,19 +59,18 @@ class Timers:
         finally:
             self._synchronise()
             elapsed_ms = (self._clock() - started) * 1000.0
-            before = self._spans.get(name, Span(0.0, 0))
-            self._spans[name] = Span(before.total_ms + elapsed_ms, before.count + 1)
-
-    @property
-    def spans(self) -> Mapping[str, Span]:
-        """Every span since the last `drain`, in the order of their first visit."""
-        return dict(self._spans)
+            self._totals_ms[name] = self._totals_ms.get(name, 0.0) + elapsed_ms
 
     def drain(self) -> dict[str, float]:
-        """Milliseconds of each name since the last drain; counting starts again at zero."""
-        totals = {name: span.total_ms for name, span in self._spans.items()}
-        self._spans = {}
+        """Milliseconds of each name since the last drain, in the order of first visits; counting starts at zero."""
+        totals, self._totals_ms = self._totals_ms, {}
         return totals
+
+
+def table_of(ranks: Sequence[Mapping[str, float]], num_iterations: int) -> dict[str, tuple[float, ...]]:
+    """From what each rank drained after `num_iterations`: milliseconds an iteration of every name, by rank."""
+    names = dict.fromkeys(name for spans in ranks for name in spans)
+    return {name: tuple(spans.get(name, 0.0) / num_iterations for spans in ranks) for name in names}
 
 
 class StepClock:

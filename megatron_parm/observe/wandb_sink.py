@@ -27,10 +27,17 @@ def _only_the_class() -> Iterator[None]:
 
 
 class WandbSink:
-    """One wandb run in `project` under `name`; the same tags as TensorBoard, by iteration."""
+    """One wandb run in `project`; the same tags as TensorBoard, by iteration. Without `name` wandb finds one."""
 
     def __init__(
-        self, project: str, name: str, folder: Path | str, tags: TensorBoardTags | None = None, interval: int = 1
+        self,
+        project: str,
+        folder: Path | str,
+        *,
+        name: str | None = None,
+        entity: str | None = None,
+        tags: TensorBoardTags | None = None,
+        interval: int = 1,
     ) -> None:
         try:
             import wandb
@@ -39,7 +46,8 @@ class WandbSink:
         self._tags = tags or TensorBoardTags()
         self._interval = interval
         with _only_the_class():
-            self._run = wandb.init(project=project, name=name, dir=str(folder))
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(project=project, entity=entity, name=name, dir=str(folder))
 
     def write(self, record: Record) -> None:
         """Send the record's scalars, or a start's configuration."""

@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_parm.config.parser import parse_run_config
 from megatron_parm.config.run import RunConfig
@@ -13,6 +14,7 @@ from megatron_parm.observe.log import Log
 from megatron_parm.observe.progress import is_terminal, write_above_bars
 from megatron_parm.observe.sinks import Recorder
 from megatron_parm.observe.tensorboard_sink import TensorBoardSink, TensorBoardTags
+from megatron_parm.observe.wandb_sink import WandbSink
 from megatron_parm.parallel import failures, launch
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.launch import LaunchEnvironment
@@ -115,12 +117,25 @@ def _recorder(config: RunConfig, log: Log) -> Recorder:
     logging = config.logging
     if not log.is_speaking:
         return recorder
-    recorder.add("console", lambda: ConsoleSink(log.say, logging.log_interval, logging.log_throughput))
+    recorder.add(
+        "console",
+        lambda: ConsoleSink(log.say, logging.log_interval, logging.log_throughput, logging.timing_log_option),
+    )
     if logging.log_json is not None:
         path = logging.log_json
         recorder.add(f"the JSON log (--log-json {path})", lambda: JsonLinesSink(path))
+    tags = TensorBoardTags(
+        validation_ppl=logging.log_validation_ppl_to_tensorboard, timers=logging.log_timers_to_tensorboard
+    )
     if logging.tensorboard_dir is not None:
         folder = logging.tensorboard_dir
-        tags = TensorBoardTags(validation_ppl=logging.log_validation_ppl_to_tensorboard)
         recorder.add(f"TensorBoard (--tensorboard-dir {folder})", lambda: TensorBoardSink(folder, tags))
+    if logging.wandb_project is not None:
+        project, save = logging.wandb_project, config.checkpoint.save
+        files = logging.wandb_save_dir or str(Path(save or ".") / "wandb")
+        name, entity = logging.wandb_exp_name, logging.wandb_entity
+        recorder.add(
+            f"wandb (--wandb-project {project})",
+            lambda: WandbSink(project, files, name=name, entity=entity, tags=tags),
+        )
     return recorder

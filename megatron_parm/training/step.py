@@ -11,6 +11,7 @@ from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.finish import copy_over_tp, sum_over_ends, sum_over_tp
 from megatron_parm.grads.reduce import GradientReduction, SequentialReduction
+from megatron_parm.observe.timers import Timers
 from megatron_parm.optim.clip import clip_gradients
 from megatron_parm.optim.precision import Optimizer
 from megatron_parm.parallel import transport
@@ -53,6 +54,7 @@ class TrainStep:
         per_token_loss: bool,
         objective: Objective = NEXT_TOKEN,
         reduction: GradientReduction | None = None,
+        timers: Timers | None = None,
     ) -> None:
         self._forward_backward = forward_backward
         self._buffers = buffers
@@ -62,29 +64,31 @@ class TrainStep:
         self._per_token_loss = per_token_loss
         self._reduction = SequentialReduction(buffers, ctx) if reduction is None else reduction
         self._objective = objective
+        self._timers = timers or Timers()
 
     def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
         """One step over `num_micro_batches` of `batches`. Call on all ranks; nothing changes if it is skipped."""
-        trace = self._ctx.trace
-        with trace.span("data"):
+        trace, timed = self._ctx.trace, self._timers.span
+        with trace.span("data"), timed("batch-generator", level=2):
             self._buffers.zero()
             micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
             divisors = self._divisors(micro_batches)
         self._reduction.begin(num_micro_batches)
-        with trace.span("micro-batches", number=num_micro_batches):
+        with trace.span("micro-batches", number=num_micro_batches), timed("forward-backward"):
             total = self._forward_backward.run(micro_batches, divisors)
-        with trace.span("reduce gradients"):
+        with trace.span("reduce gradients"), timed("all-grads-sync"):
             sum_over_ends(self._buffers, self._ctx)
             self._reduction.finish(self._ctx.dp.size)
             sum_over_tp(self._buffers, self._ctx)
             copy_over_tp(self._buffers, self._ctx)
-        losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
-        with trace.span("clip"):
-            norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
-        is_finite = all(map(math.isfinite, (norm, *losses)))
-        if is_finite:
-            with trace.span("optimizer"):
-                self._optimizer.step(lr, weight_decay)
+        with timed("optimizer"):
+            losses = tuple((transport.sum_over(total, self._ctx.dp) / self._ctx.dp.size).tolist())
+            with trace.span("clip"), timed("optimizer-clip-main-grad", level=2):
+                norm = clip_gradients(self._buffers, self._ctx, self._max_norm)
+            is_finite = all(map(math.isfinite, (norm, *losses)))
+            if is_finite:
+                with trace.span("optimizer"), timed("optimizer-inner-step", level=2):
+                    self._optimizer.step(lr, weight_decay)
         return StepResult(losses, norm, not is_finite)
 
     def _divisors(self, micro_batches: Sequence[Batch]) -> list[Tensor]:

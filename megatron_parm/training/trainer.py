@@ -1,8 +1,10 @@
 """The training loop, readable from top to bottom. Floor 7."""
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_parm import __version__
@@ -24,7 +26,7 @@ from megatron_parm.observe.records import (
     ValidRecord,
 )
 from megatron_parm.observe.sinks import Recorder
-from megatron_parm.observe.timers import StepClock, device_synchroniser
+from megatron_parm.observe.timers import StepClock, Timers, device_synchroniser, do_nothing, table_of
 from megatron_parm.optim.clip import count_zeros, parameter_norm
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.agreement import on_all_ranks
@@ -55,6 +57,12 @@ class Trainer:
         self._stop = StopRequests(
             run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
         )
+        waits = not run.config.logging.no_barrier_with_level_1_timing
+        self._timers = Timers(
+            run.config.logging.timing_log_level,
+            device_synchroniser(run.ctx.device),
+            partial(transport.barrier, run.ctx.world) if waits else do_nothing,
+        )
         self._step = TrainStep(
             SingleStage(run.built.model, run.built.balance_scale, run.objective, trace=run.ctx.trace),
             run.buffers,
@@ -63,6 +71,7 @@ class Trainer:
             max_norm=run.config.optim.clip_grad,
             per_token_loss=training.calculate_per_token_loss,
             objective=run.objective,
+            timers=self._timers,
         )
 
     def resume(self, saved: SavedRun) -> None:
@@ -96,6 +105,7 @@ class Trainer:
         config, progress = self.run.config, self.progress
         self._train_batches = self._open_train_batches()
         self._valid_batches: Iterator[Batch] | None = None
+        self._timed_until = progress.iteration
         self._clock.restart()
         shown = self.run.log.is_speaking and config.logging.progress_bar != "off"
         with Progress(last, progress.iteration, is_shown=shown) as bar:
@@ -176,8 +186,18 @@ class Trainer:
                 nan=int(result.is_skipped),
                 moe=figures,
                 memory=peak_memory(run.ctx.device),
+                spans_ms=self._times_of_the_interval(),
             )
         )
+
+    def _times_of_the_interval(self) -> dict[str, tuple[float, ...]]:
+        """At the end of a log interval the timers of all ranks, an iteration each; nothing in between."""
+        interval, world = self.run.config.logging.log_interval, self.run.ctx.world
+        if self._timers.level == 0 or self.progress.iteration % interval:
+            return {}
+        counted, self._timed_until = self.progress.iteration - self._timed_until, self.progress.iteration
+        ranks = [json.loads(text) for text in transport.gather_text(json.dumps(self._timers.drain()), world)]
+        return table_of(ranks, counted)
 
     def _open_train_batches(self) -> Iterator[Batch]:
         train = self.run.datasets.train

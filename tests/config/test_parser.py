@@ -127,7 +127,7 @@ def test_help_lists_every_group_with_unit_and_default(capsys: pytest.CaptureFixt
     assert stop.value.code == 0
     assert "--seq-length N" in text
     assert "length of a sample [tokens] (required)" in text
-    assert "Console, JSON lines and TensorBoard:" in text
+    assert "Console, JSON lines, TensorBoard, wandb and timeline:" in text
     assert "--moe-cost-model TEXT" in text
     assert "--bert-layout" not in text, "a name that is refused"
 

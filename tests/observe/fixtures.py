@@ -51,7 +51,7 @@ TRAIN = TrainRecord(
     params_norm=11.125,
     moe=MoEFigures(drop_rate=0.0, max_load=1.5, router_entropy=1.38),
     memory=MemoryPeak(resident_mib=200.0, device_mib=2.0),
-    spans_ms={"forward": 4.0, "backward": 8.0},
+    spans_ms={"forward": (4.0, 3.0), "backward": (8.0, 8.0)},
 )
 VALID = ValidRecord(iteration=3, consumed_samples=24, losses={"lm loss": 9.2})
 SAVE = SaveRecord(iteration=3, path="runs/a/iter_0000003", seconds=0.5, stall_seconds=0.25)

@@ -104,8 +104,30 @@ def test_throughput_of_an_interval_is_work_over_time():
     assert "throughput per GPU (TFLOP/s/GPU): 25.0 |" in line  # (40*10 + 20*30) / 40
 
 
-def test_timers_have_a_line_of_their_own():
-    assert said([TRAIN])[1] == "time (ms) | forward: 4.00 | backward: 8.00"
+@pytest.mark.parametrize(
+    ("option", "lines"),
+    [
+        ("max", ["max time across ranks (ms):", f"    forward {'.' * 40}: 4.00", f"    backward {'.' * 39}: 8.00"]),
+        (
+            "minmax",
+            [
+                "(min, max) time across ranks (ms):",
+                f"    forward {'.' * 40}: (3.00, 4.00)",
+                f"    backward {'.' * 39}: (8.00, 8.00)",
+            ],
+        ),
+        (
+            "all",
+            [
+                "times across ranks (ms):",
+                *("  forward:", "     rank  0: 4.00", "     rank  1: 3.00"),
+                *("  backward:", "     rank  0: 8.00", "     rank  1: 8.00"),
+            ],
+        ),
+    ],
+)
+def test_timers_have_megatrons_lines(option, lines):
+    assert said([TRAIN], timing_option=option)[1:] == lines
 
 
 @pytest.mark.parametrize(

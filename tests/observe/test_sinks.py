@@ -107,9 +107,9 @@ def test_wandb_that_is_missing_or_raises_costs_one_warning_without_its_text(log,
         raise RuntimeError(f"bad key {SECRET}")
 
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb raises ImportError
-    run(log, absent=lambda: WandbSink("p", "n", tmp_path))
+    run(log, absent=lambda: WandbSink("p", tmp_path, name="n"))
     fake_wandb(monkeypatch, refuse)
-    run(log, wandb=lambda: WandbSink("p", "n", tmp_path))
+    run(log, wandb=lambda: WandbSink("p", tmp_path, name="n"))
     absent, raising = warnings_of(log)
     assert "pip install wandb" in absent
     assert "RuntimeError from wandb" in raising and SECRET not in raising
@@ -121,8 +121,10 @@ def test_wandb_gets_configuration_and_scalars(log, tmp_path, monkeypatch):
     wandb_run = types.SimpleNamespace(
         config=config, log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: logged.append("end")
     )
-    fake_wandb(monkeypatch, lambda **_: wandb_run)
-    run(log, wandb=lambda: WandbSink("p", "n", tmp_path))
+    asked = {}
+    fake_wandb(monkeypatch, lambda **names: asked.update(names) or wandb_run)
+    run(log, wandb=lambda: WandbSink("p", tmp_path, name="n"))
+    assert asked == {"project": "p", "entity": None, "name": "n", "dir": str(tmp_path)}
     assert logged[0] == ("config", {"hidden_size": 32, "load": "runs/a", "lr": 0.001})
     assert logged[1][0] == 3 and logged[1][1]["grad-norm"] == 2.5
     assert logged[2] == (3, {"lm loss validation": 9.2})

@@ -2,11 +2,15 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_parm.errors import (
     CheckpointError,
@@ -155,3 +159,33 @@ def test_the_yaml_file_of_flags_is_the_same_run(corpus: str, tmp_path: Path) -> 
     assert pretrain(["--config", str(tmp_path / "run.yaml"), "--log-json", str(logs[1])]) == 0
     losses = [[event["lm_loss"] for event in read_run(log).events if event["event"] == "train"] for log in logs]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_every_flag_of_the_sinks_reaches_its_sink(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """wandb's package is a stand-in; TensorBoard is read by its own reader."""
+    asked: dict[str, Any] = {}
+    scalars: list[dict[str, float]] = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(update=lambda *_, **__: None),
+        log=lambda values, step: scalars.append(values),
+        finish=lambda: asked.update(is_finished=True),
+    )
+    stand_in = ModuleType("wandb")
+    stand_in.init = lambda **names: asked.update(names) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    sinks = f"--wandb-project p --wandb-exp-name n --wandb-entity e --save {tmp_path} --tensorboard-dir {tmp_path}/tb"
+    timers = "--timing-log-level 1 --timing-log-option all --log-timers-to-tensorboard --train-iters 2"
+    assert pretrain(flags(corpus, sinks, timers)) == 0
+    assert asked == {
+        "project": "p",
+        "name": "n",
+        "entity": "e",
+        "dir": str(tmp_path / "wandb"),
+        "is_finished": True,
+    }
+    assert {"lm loss", "optimizer-time", "iteration-time"} <= scalars[0].keys()
+    reader = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert "forward-backward-time" in reader.Tags()["scalars"]
+    assert "  all-grads-sync:\n     rank  0: " in capsys.readouterr().out

@@ -398,3 +398,24 @@ def test_optional_figures_are_global(pools: Pools, corpus: str) -> None:
     few = 10  # a tiny gradient may round to zero on one layout and not on another
     assert spread.column("num_zeros") == pytest.approx(alone.column("num_zeros"), abs=few)
     assert alone.of("train")[0]["params_norm"] > 1 and max(alone.column("num_zeros")) > few
+
+
+# --- timers ---
+
+PARTS = ["forward-backward", "all-grads-sync", "optimizer"]
+PARTS_OF_PARTS = ["batch-generator", "optimizer-clip-main-grad", "optimizer-inner-step"]
+
+
+@pytest.mark.parametrize(("level", "names"), [(0, []), (1, PARTS), (2, PARTS + PARTS_OF_PARTS)])
+def test_timers_tell_the_parts_of_a_step_at_every_interval_and_change_nothing(
+    pools: Pools, corpus: str, level: int, names: list[str]
+) -> None:
+    argv = flags(corpus, MOE, "--train-iters 5 --log-interval 2")
+    outcome, _ = _run(pools, Layout(2), [*argv, "--timing-log-level", str(level)])
+    assert outcome.figures() == _run(pools, Layout(2), argv)[0].figures()
+    told = [event.get("spans_ms", {}) for event in outcome.of("train")]
+    assert [sorted(spans) for spans in told] == [[], sorted(names), [], sorted(names), []]
+    for before, event, spans in zip(outcome.of("train"), outcome.of("train")[1:], told[1:], strict=False):
+        if spans:  # an iteration each, of the slowest rank: the parts of two steps fit into their time
+            parts = sum(spans[name] for name in names if name in PARTS)
+            assert 0 < parts <= 1.1 * (before["iteration_time_ms"] + event["iteration_time_ms"]) / 2
