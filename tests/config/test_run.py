@@ -27,7 +27,7 @@ def _number(flag: Flag) -> st.SearchStrategy[object]:
     low = flag.about.at_least if flag.about.at_least is not None else flag.about.above
     high = flag.about.at_most if flag.about.at_most is not None else flag.about.below
     if flag.kind is int:
-        return st.integers(int(low or 0), 10**9)
+        return st.integers(int(low or 0), 10**9 if flag.about.at_most is None else int(flag.about.at_most))
     return st.floats(
         low, high, exclude_min=flag.about.above is not None, exclude_max=flag.about.below is not None, allow_nan=False
     ).filter(lambda number: abs(number) != float("inf"))
