@@ -123,6 +123,11 @@ class ModelConfig:
         return self.position_embedding_type in ("rope", "yarn")
 
     @property
+    def positions(self) -> Literal["learned_absolute", "rope", "none"]:
+        """How positions enter, whatever the scaling of their rotation."""
+        return "rope" if self.position_embedding_type == "yarn" else self.position_embedding_type
+
+    @property
     def yarn_original_positions(self) -> int:
         """Context before YaRN's stretch."""
         return self.yarn_original_max_position_embeddings or max(

@@ -40,6 +40,7 @@ class TrainingConfig:
         help="arithmetic of the model; bf16 keeps fp32 master weights, fp64 is for checks",
         refused={"fp16": "fp16 needs loss scaling, which is not in this release; use --bf16"},
     )
+    compile: bool = flag(False, help="compile norms and activations with torch.compile; the first steps take longer")
     deterministic_mode: bool = flag(False, help="only deterministic kernels; slower")
     calculate_per_token_loss: bool = flag(
         False, help="weigh every counted token of a global batch alike, not every micro-batch"

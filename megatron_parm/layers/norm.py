@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dim, by torch's own functions. Floor 4."""
+"""LayerNorm and RMSNorm over the last dim, by torch's kernels or those of `accelerators.py`. Floor 4."""
 
 from typing import Literal
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_parm.accelerators import TORCH
 from megatron_parm.layers.initialise import ONES, ZEROS, attach
 from megatron_parm.parallel.collectives import all_reduce_summing, share
 from megatron_parm.parallel.context import Axis
@@ -36,6 +37,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.size, self.epsilon, self.is_zero_centred, self.shared_over = size, epsilon, is_zero_centred, shared_over
+        self.kernels = TORCH
 
         def vector() -> nn.Parameter:
             return make_parameter((size,), decays=False, is_partial_on_tp=is_partial_on_tp, dtype=dtype, device=device)
@@ -51,8 +53,8 @@ class Norm(nn.Module):
         if self.is_zero_centred:
             weight = weight + 1
         if self.bias is None:
-            return F.rms_norm(x, (self.size,), weight, self.epsilon)
-        return F.layer_norm(x, (self.size,), weight, share(self.bias, self.shared_over), self.epsilon)
+            return self.kernels.rms_norm(x, weight, self.epsilon)
+        return self.kernels.layer_norm(x, weight, share(self.bias, self.shared_over), self.epsilon)
 
 
 class RowNorm(nn.Module):

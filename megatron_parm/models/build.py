@@ -168,7 +168,7 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size,
         max_positions=model.max_position_embeddings,
-        positions="rope" if model.rotates else model.position_embedding_type,
+        positions=model.positions,
         rotary=_rotary_shape(model),
         activation=ACTIVATIONS[model.activation],
         normalisation=model.normalization,

@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from megatron_parm.accelerators import probe
 from megatron_parm.checkpoint.save import layout_of
 from megatron_parm.config.run import RunConfig, check_run, fingerprint, resolve
 from megatron_parm.data.batches import Batch, micro_batches
@@ -15,6 +16,7 @@ from megatron_parm.data.gpt_dataset import SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.models.build import BuiltModel
+from megatron_parm.models.kernels import use_kernels
 from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.flops import TransformerShape
 from megatron_parm.observe.log import Log
@@ -161,6 +163,9 @@ def assemble(
         log.say(f" > {note}")
     cost_model = cost_model_for(config, ctx, log)
     built, random_states, padded = make_model(config, vocab_size, ctx, saved_rows, cost_model, family)
+    accelerators = probe(ctx.device)
+    use_kernels(built.model, accelerators.norms, compiles=training.compile)
+    log.say(f" > {accelerators.report}" + (", compiled" if training.compile else ""))
     buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
     optim = config.optim
     optimizer = build_optimizer(
