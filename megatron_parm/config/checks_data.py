@@ -16,6 +16,8 @@ def check_data(data: DataConfig) -> None:
     data.split_weights  # noqa: B018 - raises for a split that is not three weights
     _check_sources(data)
     _check_tokenizer(data)
+    if data.sft and data.mock_data:
+        raise ConfigError("--sft reads conversations, which --mock-data has not; use --data-path FILE.jsonl")
 
 
 def _check_sources(data: DataConfig) -> None:

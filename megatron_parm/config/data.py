@@ -22,6 +22,7 @@ TokenizerType = Literal[
     "TikTokenizer",
     "NullTokenizer",
 ]
+PromptFormatName = Literal["nemotron-h-aligned", "nemotron-nano-v2", "chatml", "sections", "identity"]
 TiktokenPattern = Literal["v1", "v2"]
 DataloaderType = Literal["single", "cyclic"]
 DataImpl = Literal["infer", "mmap"]
@@ -78,6 +79,10 @@ class DataConfig:
     )
     tokenizer_special_tokens: tuple[str, ...] = flag(
         (), help="names of the first special tokens of TikTokenizer, <unk>, <s> and </s> among them"
+    )
+    sft: bool = flag(False, help="the corpus is files of conversations (JSON lines); loss on the answers alone")
+    sft_tokenizer_prompt_format: PromptFormatName = flag(
+        "nemotron-h-aligned", help="what stands around the turns of a conversation"
     )
     reset_position_ids: bool = flag(False, help="count positions anew after each end of document")
     reset_attention_mask: bool = flag(False, help="no attention across an end of document")

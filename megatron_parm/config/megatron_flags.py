@@ -261,7 +261,6 @@ _DATA: dict[str, Entry] = (
     _ignored("the corpus is memory-mapped and read as needed", "mmap-warmup")
     | _ignored("indices are built by one process", "num-dataset-builder-threads", "one")
     | _ignored("the mask is built on the device", "no-create-attention-mask-in-dataloader")
-    | _refused("not in this release; leave it out", "sft sft-tokenizer-prompt-format")
     | _refused("not in this release; use 1", "sample-rate", harmless=("1", "1.0"))
     | _refused(_PREPROCESS, "input json-keys split-sentences keep-newlines append-eod lang output-prefix workers")
     | _refused(_PREPROCESS, "partitions keep-sequential-samples dataset-impl")

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of one text, without an end-of-document id."""
 
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of a part of a text: nothing that the tokenizer puts around a whole one."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, each as `encode` gives them."""
 

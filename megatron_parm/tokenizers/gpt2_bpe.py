@@ -43,6 +43,10 @@ class GPT2BPETokenizer:
         ids: list[int] = self._engine.encode(replace_lone_surrogates(text)).ids
         return ids
 
+    def encode_part(self, text: str) -> list[int]:
+        """As `encode`, which puts nothing around a text."""
+        return self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, faster than by `encode`: no character offsets are kept.
 

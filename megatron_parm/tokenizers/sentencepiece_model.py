@@ -49,8 +49,12 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
+        return self._begin + self.encode_part(text)
+
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of a part of a text, without `<s>`."""
         ids: list[int] = self._model.encode(replace_lone_surrogates(text), out_type=int)
-        return self._begin + ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, on one thread: the caller decides how many processes work."""

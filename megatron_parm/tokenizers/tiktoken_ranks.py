@@ -78,6 +78,10 @@ class TikTokenizer:
         """The ids of one text."""
         return self.encode_batch([text])[0]
 
+    def encode_part(self, text: str) -> list[int]:
+        """As `encode`, which puts nothing around a text."""
+        return self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, on one thread: the caller decides how many processes work."""
         encode, shift = self._engine.encode_batch_fast, self._num_special

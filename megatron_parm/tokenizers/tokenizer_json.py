@@ -62,6 +62,12 @@ class HuggingFaceTokenizer:
         """The ids of one text, with those that the file's own template adds."""
         return self.encode_batch([text])[0]
 
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of a part of a text, without those that the file's own template adds."""
+        found = self._engine.encode_batch_fast([replace_lone_surrogates(text)], add_special_tokens=False)
+        ids: list[int] = found[0].ids
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, on one thread: the caller decides how many processes work."""
         encode = self._engine.encode_batch_fast

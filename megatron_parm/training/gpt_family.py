@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron_parm.config.run import RunConfig
 from megatron_parm.data.build import GPTDatasets, build_gpt_datasets
 from megatron_parm.data.gpt_dataset import DocumentRules
+from megatron_parm.data.sft_build import build_sft_datasets
 from megatron_parm.models.build import build_gpt
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.training.family import ModelFamily, data_paths, data_rules
@@ -22,6 +23,9 @@ def gpt_datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, reque
         reset_attention_mask=data.reset_attention_mask,
     )
     rules, paths = data_rules(config, vocab_size, documents), data_paths(config)
+    if data.sft:
+        prompt_format = data.sft_tokenizer_prompt_format
+        return build_sft_datasets(paths.whole, paths.by_split, requests, rules, data.split, tokenizer, prompt_format)
     return build_gpt_datasets(paths.whole, requests, rules, data.split, paths.by_split, mock_data=data.mock_data)
 
 

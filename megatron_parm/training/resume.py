@@ -61,6 +61,8 @@ DATA_ORDER_SETTINGS = (
     "split_rounding",
     "dataloader_type",
     "mock_data",
+    "sft",
+    "sft_tokenizer_prompt_format",
     "mask_prob",
     "short_seq_prob",
 )

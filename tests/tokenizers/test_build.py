@@ -47,6 +47,9 @@ def test_every_type_is_built_and_offers_what_all_do(tmp_path, minilm, mistral_mo
         ids = plain.encode("12 34")
         assert plain.encode_batch(["12 34"]) == [ids] and "34" in plain.decode(ids)
         assert all(0 <= number < plain.vocab_size for number in [*ids, *plain.special_tokens.values()])
+        added = {"Llama2Tokenizer": 1, "HuggingFaceTokenizer": 2, "SFTTokenizer": 2}.get(kind, 0)  # <s>; [CLS], [SEP]
+        part = plain.encode_part("12 34")
+        assert len(ids) == len(part) + added and part == (ids[1 : 1 + len(part)] if added else ids)
         assert plain.unknown is None or plain.unknown in range(plain.vocab_size)
 
 
