@@ -83,6 +83,7 @@ class BoxSavePlanner(DefaultSavePlanner):
                     ),
                 )
                 for name, box in self.boxes.items()
+                if box.local.numel()  # of sharded optimizer state a rank may have an empty part
             ]
         )
         return self.plan
@@ -131,6 +132,8 @@ class BoxLoadPlanner(LoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, box in self.boxes.items():
+            if not box.local.numel():
+                continue
             saved = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, cast(TensorStorageMetadata, saved), [box.chunk])
         return LoadPlan(items)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_parm.errors import ConfigError
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.optim.gather import ParameterGather
 from megatron_parm.optim.precision import MasterWeights, Optimizer
-from megatron_parm.parallel.sharding import spec_of
 
 Groups = list[dict[str, object]]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -22,8 +22,11 @@ def build_optimizer(
     adam_beta2: float = 0.999,
     adam_eps: float = 1e-8,
     sgd_momentum: float = 0.9,
+    gather: ParameterGather | None = None,
 ) -> Optimizer:
-    """The optimizer of every parameter of `buffers`, reading its gradients there.
+    """The optimizer of every parameter of `buffers`, reading its reduced gradients there.
+
+    Sharded buffers give sharded masters and moments; `gather` then brings the parameters together after an update.
 
     `kind` is "adam" (AdamW, decoupled weight decay) or "sgd" (weight decay added to the gradient). Biases and norm
     weights (`spec.decays` False) never decay. Raises ConfigError for another kind.
@@ -39,14 +42,16 @@ def build_optimizer(
     if kind not in kinds:
         raise ConfigError(f"--optimizer {kind} is not known; use {' or '.join(kinds)}")
     make = kinds[kind]
-    masters = MasterWeights(buffers.parameters)
-    for name, master in masters.separate.items():
-        master.grad = buffers.gradient_of(name)
+    assert buffers.is_sharded == (gather is not None), "sharded weights are gathered, whole ones are not"
+    masters = MasterWeights(buffers.parameters, buffers.parts)
+    for name, weight in masters.weights.items():
+        if weight is not masters.parameters[name]:
+            weight.grad = buffers.reduced(name)
     kernel = fastest_kernel(make, masters.weights.values())
     torch_optimizer = make(_groups(masters), **{kernel: True})
     for weight in masters.weights.values():
         torch_optimizer.state[weight] = _initial_state(kind, kernel, weight, sgd_momentum)
-    return Optimizer(kind, kernel, masters, torch_optimizer)
+    return Optimizer(kind, kernel, masters, torch_optimizer, gather)
 
 
 def fastest_kernel(make: MakeOptimizer, weights: Iterable[Tensor]) -> str:
@@ -64,7 +69,7 @@ def fastest_kernel(make: MakeOptimizer, weights: Iterable[Tensor]) -> str:
 def _groups(masters: MasterWeights) -> Groups:
     groups: Groups = []
     for decays in (True, False):
-        weights = [w for name, w in masters.weights.items() if spec_of(masters.parameters[name]).decays is decays]
+        weights = [w for name, w in masters.weights.items() if masters.spec(name).decays is decays and w.numel()]
         if weights:
             groups.append({"params": weights, "decays": decays})
     return groups

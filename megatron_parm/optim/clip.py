@@ -6,6 +6,7 @@ digits that depend on how the layout cuts them, and the pass is bound by memory,
 """
 
 import math
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from megatron_parm.grads.buffer import GradientBuffers, Slot
 from megatron_parm.optim.precision import MasterWeights
 from megatron_parm.parallel.context import ParallelContext
-from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.parallel.transport import sum_over
 
 CHUNK_ELEMENTS = (
@@ -42,21 +42,30 @@ def gradient_norm(buffers: GradientBuffers, ctx: ParallelContext) -> float:
     It is NaN or infinite on every rank if any gradient is on any rank, also on one that does not count the parameter.
     """
 
-    def is_counted(slot: Slot) -> bool:
-        return spec_of(slot.parameter).is_counted_here(ctx)
-
     counted = torch.zeros((), dtype=torch.float64, device=ctx.device)
     others = torch.zeros_like(counted)
+    for values, is_counted in _reduced_runs(buffers, ctx):
+        if is_counted:
+            counted += squared_sum(values)
+        else:
+            others += squared_sum(values)
+    # 0 x others adds nothing, or NaN; only a sum carries a NaN to every rank (gloo's MAX can lose it)
+    return math.sqrt(sum_over(counted + 0.0 * others, ctx.world).item())
+
+
+def _reduced_runs(buffers: GradientBuffers, ctx: ParallelContext) -> Iterator[tuple[Tensor, bool]]:
+    """The reduced gradients in pieces, and whether this rank counts them."""
+
+    def is_counted(slot: Slot) -> bool:
+        return buffers.reduced_spec(slot.name).is_counted_here(ctx)
+
     for buffer in buffers.buffers:
         for here, slots in groupby(buffer.slots, key=is_counted):
             run = list(slots)
-            part = squared_sum(buffer.data[run[0].start : run[-1].stop])
-            if here:
-                counted += part
+            if buffers.is_sharded:
+                yield from ((buffers.reduced(slot.name), here) for slot in run)
             else:
-                others += part
-    # 0 x others adds nothing, or NaN; only a sum carries a NaN to every rank (gloo's MAX can lose it)
-    return math.sqrt(sum_over(counted + 0.0 * others, ctx.world).item())
+                yield buffer.data[run[0].start : run[-1].stop], here
 
 
 def clip_gradients(buffers: GradientBuffers, ctx: ParallelContext, max_norm: float) -> float:
@@ -78,8 +87,9 @@ def count_zeros(buffers: GradientBuffers, ctx: ParallelContext) -> int:
     zeros = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for buffer in buffers.buffers:
         for slot in buffer.slots:
-            if spec_of(slot.parameter).is_counted_here(ctx):
-                zeros += slot.stop - slot.start - torch.count_nonzero(buffer.gradient(slot))
+            if buffers.reduced_spec(slot.name).is_counted_here(ctx):
+                reduced = buffers.reduced(slot.name)
+                zeros += reduced.numel() - torch.count_nonzero(reduced)
     return int(sum_over(zeros, ctx.world).item())
 
 
@@ -88,6 +98,6 @@ def parameter_norm(masters: MasterWeights, ctx: ParallelContext) -> float:
     """The 2-norm of the model's weights, masters where separate (--log-params-norm). Call on all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     for name, weight in masters.weights.items():
-        if spec_of(masters.parameters[name]).is_counted_here(ctx):
+        if masters.spec(name).is_counted_here(ctx):
             total += squared_sum(weight)
     return math.sqrt(sum_over(total, ctx.world).item())

@@ -94,9 +94,8 @@ def model_tensors(built: BuiltModel) -> NamedTensors:
 
 def optimizer_tensors(run: Assembly) -> NamedTensors:
     """The optimizer's state by its checkpoint names."""
-    specs = {name: spec_of(p) for name, p in run.built.model.named_parameters()}
     return {
-        f"{OPTIMIZER}{state}.{name}": (tensor.detach(), specs[name])
+        f"{OPTIMIZER}{state}.{name}": (tensor.detach(), run.optimizer.masters.spec(name))
         for state, tensors in run.optimizer.state_tensors().items()
         for name, tensor in tensors.items()
     }
@@ -105,6 +104,7 @@ def optimizer_tensors(run: Assembly) -> NamedTensors:
 def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
     """Save the run as it stands after `progress.iteration`. Call on all ranks."""
     checkpoint = run.config.checkpoint
+    run.optimizer.settle()
     tensors = model_tensors(run.built)
     state: dict[str, Any] = {
         "version": __version__,
