@@ -37,3 +37,9 @@ class NonFiniteError(MegatronParmError):
     """The loss or a gradient is NaN or infinite."""
 
     exit_code = 24
+
+
+class CorruptionError(MegatronParmError):
+    """Replicas of a weight that must be equal are not: memory or a processor is suspected."""
+
+    exit_code = 25

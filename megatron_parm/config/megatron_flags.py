@@ -65,8 +65,6 @@ def _refused(reason: str, names: str, harmless: tuple[str, ...] = ()) -> dict[st
 _FUSED = "kernels are chosen by the code, with the same results"
 _KEPT = "recomputation is not in this release: activations are kept, which only costs memory"
 _OVERLAP = "overlap is chosen by the code, with the same results"
-_NO_FP16 = "there is no loss scaling with fp32, bf16 or fp64"
-_FP32_SUMS = "gradients are always accumulated and reduced in at least fp32"
 _ONE_FORMAT = "there is one checkpoint format, sharded and loadable by any layout"
 _NOT_LOGGED = "not in this release; nothing else changes"
 _ALWAYS_LOGGED = "TensorBoard always gets it"
@@ -94,7 +92,8 @@ _OLD_NAMES: dict[str, Entry] = {
     "--disable-moe-token-dropping": Sets("moe_expert_capacity_factor", None),
     "--enable-expert-tensor-parallelism": Sets("expert_tensor_parallel_size", None),
     "--bf16": Sets("precision", "bf16"),
-    "--fp16": Refused("fp16 needs loss scaling, which is not in this release; use --bf16"),
+    "--fp16": Sets("precision", "fp16"),
+    "--fp32-allreduce": Spelling("accumulate_allreduce_grads_in_fp32"),
     "--use-rotary-position-embeddings": Sets("position_embedding_type", "rope"),
     "--no-position-embedding": Sets("position_embedding_type", "none", yields_to=("rope", "yarn")),
     "--batch-size": Refused(
@@ -159,10 +158,8 @@ _TRAINING: dict[str, Entry] = (
 )
 
 _PRECISION: dict[str, Entry] = (
-    _ignored(_NO_FP16, "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis", "one")
-    | _ignored("it only kept fp16 in range", "apply-query-key-layer-scaling no-query-key-layer-scaling")
+    _ignored("it only kept fp16 in range", "apply-query-key-layer-scaling no-query-key-layer-scaling")
     | _ignored("the attention kernel takes its softmax in fp32", "attention-softmax-in-fp32")
-    | _ignored(_FP32_SUMS, "accumulate-allreduce-grads-in-fp32 fp32-allreduce grad-reduce-in-bf16")
     | _refused("not in this release; the residual stream has the precision of the model", "fp32-residual-connection")
     | _refused("the loss is always computed in at least fp32; leave it out", "fp16-lm-cross-entropy")
 )
@@ -207,18 +204,13 @@ _DISTRIBUTED: dict[str, Entry] = (
     )
     | _refused("context parallelism is not in this release; use size 1", "context-parallel-size", harmless=("1",))
     | _refused("context parallelism is not in this release", "cp-comm-type hierarchical-context-parallel-sizes")
-    | _ignored("gradients live in contiguous buffers of our own", "DDP-impl ddp-bucket-size ddp-num-buckets", "one")
+    | _ignored("gradients live in contiguous buffers of our own", "DDP-impl ddp-num-buckets", "one")
     | _ignored(
         "gradients live in contiguous buffers of our own",
         "use-contiguous-buffers-in-ddp no-contiguous-buffers-in-local-ddp ddp-average-in-collective",
     )
     | _ignored("groups are always made at start", "lazy-mpu-init", "one")
     | _ignored("weights are always drawn on the CPU, the same for every layout", "use-cpu-initialization")
-    | _ignored(_OVERLAP, "overlap-grad-reduce overlap-param-gather")
-    | _ignored(
-        "optimizer state is kept whole on every rank in this release, which only costs memory",
-        "use-distributed-optimizer",
-    )
     | _refused(_SHARDED, "use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp num-distributed-optimizer-instances")
     | _refused(_SHARDED, "data-parallel-sharding-strategy", harmless=("no_shard",))
     | _ignored("control messages need no groups of their own", "disable-gloo-process-groups")

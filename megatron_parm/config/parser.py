@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from megatron_parm import __version__
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checks import remarks
+from megatron_parm.config.checks_replicas import replica_remarks
 from megatron_parm.config.checks_router import router_remarks
 from megatron_parm.config.config_file import Takes, did_you_mean, words_of_file
 from megatron_parm.config.fields import Flag, flags_of
@@ -281,4 +282,7 @@ def parse_run_config(
     settings = read_settings(parser, argv, classes)
     config = run_from_sections(settings.sections)
     notes = [*settings.notes, *remarks(config.checkpoint, config.model, config.parallel, config.moe)]
+    notes += replica_remarks(
+        config.replicas, config.loss_scale, config.training.precision, is_moe=config.moe is not None
+    )
     return config, notes if config.moe is None else [*notes, *router_remarks(config.moe)]

@@ -15,13 +15,16 @@ from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
 from megatron_parm.config.checks_data import check_data
 from megatron_parm.config.checks_logs import check_logs
+from megatron_parm.config.checks_replicas import check_loss_scale, check_replicas
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.fields import Flag, check_fields, flags_of, nearest_names
 from megatron_parm.config.logs import LoggingConfig
+from megatron_parm.config.loss_scale import LossScaleConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig, RouterDtype
 from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.replicas import ReplicaConfig
 from megatron_parm.config.training import TrainingConfig
 from megatron_parm.errors import ConfigError
 
@@ -30,9 +33,11 @@ SECTIONS: dict[str, type] = {
     "bert": BertConfig,
     "moe": MoEConfig,
     "parallel": ParallelConfig,
+    "replicas": ReplicaConfig,
     "data": DataConfig,
     "optim": OptimConfig,
     "training": TrainingConfig,
+    "loss_scale": LossScaleConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
@@ -46,9 +51,11 @@ class RunConfig:
     bert: BertConfig | None = None
     moe: MoEConfig | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     data: DataConfig
     optim: OptimConfig
     training: TrainingConfig
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -112,6 +119,8 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_batches(config.training, parallel, world)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)
+    check_replicas(config.replicas, config.training.precision)
+    check_loss_scale(config.loss_scale)
     check_data(config.data)
     checks.check_checkpoint(config.checkpoint)
     if config.bert is not None:

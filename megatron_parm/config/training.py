@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_parm.config.fields import flag
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "fp16", "bf16", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,7 @@ class TrainingConfig:
     seed: int = flag(1234, help="seed of weights, dropout and data order", at_least=0)
     precision: Precision = flag(
         "fp32",
-        help="arithmetic of the model; bf16 keeps fp32 master weights, fp64 is for checks",
-        refused={"fp16": "fp16 needs loss scaling, which is not in this release; use --bf16"},
+        help="arithmetic of the model; fp16 and bf16 keep fp32 master weights, fp64 is for checks",
     )
     compile: bool = flag(False, help="compile norms and activations with torch.compile; the first steps take longer")
     deterministic_mode: bool = flag(False, help="only deterministic kernels; slower")

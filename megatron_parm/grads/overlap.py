@@ -30,10 +30,12 @@ class OverlappedReduction:
         bucket_elements: int = BUCKET_ELEMENTS,
         wire_dtype: torch.dtype | None = None,
         gaps: ExchangeGaps | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
         self._buffers = buffers
         self._buckets = ordered_buckets(buffers, bucket_elements)
-        self._sender = BucketSender(buffers, ctx, wire_dtype)
+        self._sender = BucketSender(buffers, ctx, wire_dtype, watches=watches)
         self._gaps = ExchangeGaps() if gaps is None else gaps
         self._gaps.when_open(self._send_ready)
         self._due: dict[str, int] = {}  # parameter -> micro-batches whose gradient is still to come
@@ -49,6 +51,11 @@ class OverlappedReduction:
         self._due = {slot.name: num_micro_batches for bucket in self._buckets for slot in bucket.slots}
         self._waits_for = [len(bucket.slots) for bucket in self._buckets]
         self._landings = []
+        self._sender.begin()
+
+    def faults(self) -> list[str]:
+        """As `GradientReduction.faults` says."""
+        return self._sender.faults()
 
     @torch.no_grad()
     def finish(self, divisor: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from megatron_parm.grads.bucket import BUCKET_ELEMENTS, Bucket, ordered_buckets
 from megatron_parm.grads.buffer import GradientBuffers
@@ -30,20 +31,46 @@ class GradientReduction(Protocol):
     def finish(self, divisor: float) -> None:
         """Every backward has ended: reduce what is not reduced yet, and divide. Call on all ranks."""
 
+    def faults(self) -> list[str]:
+        """Parameters whose gradient of this rank alone was not finite in the last step, in the order of backward."""
+
 
 class BucketSender:
-    """Puts buckets on the wire. wire_dtype: what travels, where it is narrower than the gradients (bfloat16)."""
+    """Puts buckets on the wire. wire_dtype: what travels, where it is narrower than the gradients (bfloat16).
 
-    def __init__(self, buffers: GradientBuffers, ctx: ParallelContext, wire_dtype: torch.dtype | None = None) -> None:
+    watches: keep the norm of each gradient as it was before it met those of other ranks, for `faults`.
+    """
+
+    def __init__(
+        self, buffers: GradientBuffers, ctx: ParallelContext, wire_dtype: torch.dtype | None, *, watches: bool
+    ) -> None:
         self._buffers = buffers
+        self._watches = watches
+        self._norms: list[tuple[Bucket, Tensor]] = []
         self._wire_dtype = wire_dtype
         self._staging = Staging(ctx.device)
 
     def start(self, bucket: Bucket) -> Landing:
         """Begin the reduction of a complete bucket; call the result to wait for it. Call on all ranks of its axis."""
+        if self._watches:  # no value is looked at here: that would wait for the device
+            own = [self._buffers.gradient_of(slot.name) for slot in bucket.slots]
+            self._norms.append((bucket, torch.stack(torch._foreach_norm(own))))
         if bucket.axis.size == 1:
             return lambda: self._keep_own(bucket)
         return self._start_sharded(bucket) if self._buffers.is_sharded else self._start_whole(bucket)
+
+    def begin(self) -> None:
+        """A step begins: forget the norms of the last one."""
+        self._norms.clear()
+
+    def faults(self) -> list[str]:
+        """Parameters whose gradient of this rank alone was not finite in this step, in the order of backward."""
+        return [
+            slot.name
+            for bucket, norms in self._norms
+            for slot, is_finite in zip(bucket.slots, torch.isfinite(norms).tolist(), strict=True)
+            if not is_finite
+        ]
 
     def divide(self, bucket: Bucket, divisor: float) -> None:
         """Divide what the bucket's reduction left on this rank."""
@@ -115,13 +142,20 @@ class SequentialReduction:
         ctx: ParallelContext,
         bucket_elements: int = BUCKET_ELEMENTS,
         wire_dtype: torch.dtype | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
         self._buffers = buffers
         self._buckets = ordered_buckets(buffers, bucket_elements)
-        self._sender = BucketSender(buffers, ctx, wire_dtype)
+        self._sender = BucketSender(buffers, ctx, wire_dtype, watches=watches)
 
     def begin(self, num_micro_batches: int) -> None:
-        """Nothing happens before the end."""
+        """Nothing is sent before the end."""
+        self._sender.begin()
+
+    def faults(self) -> list[str]:
+        """As `GradientReduction.faults` says."""
+        return self._sender.faults()
 
     @torch.no_grad()
     def finish(self, divisor: float) -> None:

@@ -24,7 +24,7 @@ from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.moe.record import RoutingRecord, RoutingSummary
 from megatron_parm.parallel.context import ParallelContext
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "openai_gelu": "gelu_tanh",

@@ -15,7 +15,7 @@ GROWTH, BACKOFF = 2.0, 0.5  # Megatron's; powers of two, so that scaling never r
 
 @dataclass(frozen=True)
 class ScaleState:
-    """scale; finite_steps since it changed or a step overflowed; overflows that are still borne before it is lowered."""
+    """The scale, finite steps since it changed or a step overflowed, and overflows still borne before it is lowered."""
 
     scale: float
     finite_steps: int = 0

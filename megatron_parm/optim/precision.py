@@ -106,6 +106,11 @@ class Optimizer:
         if self.gather is not None:
             self.gather.land_all()
 
+    def expect_settled(self) -> None:
+        """Check, after a forward pass, that it has waited for every parameter."""
+        if self.gather is not None:
+            self.gather.expect_landed()
+
     def _publish(self) -> None:
         self.masters.publish()
         if self.gather is not None:

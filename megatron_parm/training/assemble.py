@@ -15,13 +15,14 @@ from megatron_parm.data.build import GPTDatasets, split_requests
 from megatron_parm.data.gpt_dataset import SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.grads.reduce import GradientReduction
 from megatron_parm.models.build import BuiltModel
 from megatron_parm.models.kernels import use_kernels
 from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.flops import TransformerShape
 from megatron_parm.observe.log import Log
 from megatron_parm.observe.records import ParameterCounts
-from megatron_parm.optim.build import build_optimizer
+from megatron_parm.optim.loss_scale import LossScale
 from megatron_parm.optim.precision import Optimizer
 from megatron_parm.optim.schedule import RateSchedule, plan_schedule
 from megatron_parm.parallel import launch, transport
@@ -39,6 +40,7 @@ from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.objective import Objective
 from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.updates import make_updates
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Assembly:
     datasets: GPTDatasets
     built: BuiltModel
     buffers: GradientBuffers
+    reduction: GradientReduction
     optimizer: Optimizer
+    loss_scale: LossScale
     random_states: RandomStates
     flop_shape: TransformerShape
 
@@ -166,16 +170,7 @@ def assemble(
     accelerators = probe(ctx.device)
     use_kernels(built.model, accelerators.norms, compiles=training.compile)
     log.say(f" > {accelerators.report}" + (", compiled" if training.compile else ""))
-    buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
-    optim = config.optim
-    optimizer = build_optimizer(
-        buffers,
-        optim.optimizer,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_eps=optim.adam_eps,
-        sgd_momentum=optim.sgd_momentum,
-    )
+    updates = make_updates(config, built, ctx)
     return Assembly(
         config=config,
         ctx=ctx,
@@ -186,8 +181,10 @@ def assemble(
         objective=family.objective(config),
         datasets=datasets,
         built=built,
-        buffers=buffers,
-        optimizer=optimizer,
+        buffers=updates.buffers,
+        reduction=updates.reduction,
+        optimizer=updates.optimizer,
+        loss_scale=updates.loss_scale,
         random_states=random_states,
         flop_shape=_flop_shape(config, padded, is_causal=family.is_causal),
     )

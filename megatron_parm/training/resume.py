@@ -116,6 +116,8 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
     if not checkpoint.no_save_optim:
         tensors |= optimizer_tensors(run)
         state["optimizer"] = run.optimizer.state_scalars()
+        if run.config.training.precision == "fp16":
+            state["loss_scale"] = run.loss_scale.to_state()
     if run.built.choice is not None:
         choice = run.built.choice
         chosen_for = _chosen_for(run.config, run.ctx)
@@ -211,6 +213,8 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     load_named(checkpoint, tensors, run.ctx, ignored_prefixes=() if takes_optimizer else (OPTIMIZER,))
     if takes_optimizer:
         run.optimizer.load_state_scalars(_section(state, "optimizer"))
+        if "loss_scale" in state and run.loss_scale.is_dynamic:
+            run.loss_scale.load_state(_section(state, "loss_scale"))
     else:
         run.optimizer.masters.refresh()
     if settings.loads_random_states:

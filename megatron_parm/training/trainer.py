@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_parm import __version__
 from megatron_parm.config.run import to_dict
 from megatron_parm.data.batches import Batch
-from megatron_parm.errors import ConfigError, NonFiniteError
+from megatron_parm.errors import ConfigError, CorruptionError, NonFiniteError
 from megatron_parm.moe.record import RoutingSummary
 from megatron_parm.observe.flops import throughput
 from megatron_parm.observe.memory import peak_memory
@@ -28,6 +28,7 @@ from megatron_parm.observe.records import (
 from megatron_parm.observe.sinks import Recorder
 from megatron_parm.observe.timers import StepClock, Timers, device_synchroniser, do_nothing, table_of
 from megatron_parm.optim.clip import count_zeros, parameter_norm
+from megatron_parm.optim.replicas import differing_replicas
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
@@ -72,6 +73,8 @@ class Trainer:
             per_token_loss=training.calculate_per_token_loss,
             objective=run.objective,
             timers=self._timers,
+            reduction=run.reduction,
+            loss_scale=run.loss_scale,
         )
 
     def resume(self, saved: SavedRun) -> None:
@@ -142,18 +145,42 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_train_samples += batch_size
         if result.is_skipped:
-            if run.config.training.checks_for_nan:
-                raise NonFiniteError(
-                    f"iteration {progress.iteration}: the loss is {result.lm_loss} and the gradient norm "
-                    f"{result.grad_norm}; no update was made. Lower --lr, raise the warm-up or look at the data of "
-                    f"samples {progress.consumed_train_samples - batch_size} to {progress.consumed_train_samples - 1}; "
-                    "--no-check-for-nan-in-loss-and-grad skips such a step and goes on"
-                )
+            if self._stops_for(result):
+                raise NonFiniteError(self._non_finite_message(result, batch_size))
             progress.skipped += 1
         else:
             progress.scheduled_samples += batch_size
+        self._compare_replicas()
         self._record_step(result, batch_size)
         return result
+
+    def _stops_for(self, result: StepResult) -> bool:
+        """Whether a step that is not finite ends the run. Under a dynamic loss scale it only lowers the scale."""
+        return self.run.config.training.checks_for_nan and result.is_hopeless
+
+    def _non_finite_message(self, result: StepResult, batch_size: int) -> str:
+        end = self.progress.consumed_train_samples
+        scale = f" at the least loss scale, {result.loss_scale}," if self.run.loss_scale.is_dynamic else ""
+        return (
+            f"iteration {self.progress.iteration}: the loss is {result.lm_loss} and the gradient norm "
+            f"{result.grad_norm};{scale} no update was made ({self._step.describe_fault()}). Lower --lr, raise the "
+            f"warm-up or look at the data of samples {end - batch_size} to {end - 1}; "
+            "--no-check-for-nan-in-loss-and-grad skips such a step and goes on"
+        )
+
+    def _compare_replicas(self) -> None:
+        """--check-weight-hash-across-dp-replicas-interval. Raises CorruptionError on all ranks alike."""
+        interval = self.run.config.replicas.check_weight_hash_across_dp_replicas_interval
+        if interval is None or self.progress.iteration % interval:
+            return
+        self.run.optimizer.settle()
+        differing = differing_replicas(self.run.buffers.parameters, self.run.ctx)
+        if differing:
+            raise CorruptionError(
+                f"iteration {self.progress.iteration}: replicas of {len(differing)} weights are not equal bit by bit: "
+                f"{'; '.join(differing[:4])}. Memory or a processor of the rank that differs is suspected: resume from "
+                "the last checkpoint without its machine"
+            )
 
     def _record_step(self, result: StepResult, batch_size: int) -> None:
         run, config = self.run, self.run.config
@@ -176,7 +203,7 @@ class Trainer:
                 global_batch_size=batch_size,
                 losses=losses,
                 learning_rate=run.schedule.learning_rate(self.progress.scheduled_samples),
-                loss_scale=1.0,
+                loss_scale=result.loss_scale,
                 iteration_time_ms=time_ms,
                 throughput=throughput(run.flop_shape, batch_size, time_ms, run.ctx.world.size),
                 grad_norm=result.grad_norm,
