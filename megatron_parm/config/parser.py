@@ -262,11 +262,6 @@ def _note_unused(given: Given) -> None:
         given.note(f"{', '.join(unused)}: no effect without --num-experts")
 
 
-def parse_into(argv: Sequence[str] | None, classes: Sequence[type], *, prog: str | None = None) -> dict[type, Any]:
-    """The settings of `classes` only, for tools. MoEConfig is None without --num-experts. Raises ConfigError."""
-    return read_settings(build_parser(classes, prog=prog), argv, classes).sections
-
-
 def parse_run_config(
     argv: Sequence[str] | None = None, *, prog: str | None = None, model: ModelKind = "GPT"
 ) -> tuple[RunConfig, list[str]]:

@@ -10,7 +10,7 @@ from megatron_parm.config.logs import LoggingConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.parallel import ParallelConfig
-from megatron_parm.config.parser import build_parser, parse_into, parse_run_config, read_settings
+from megatron_parm.config.parser import build_parser, parse_run_config, read_settings
 from megatron_parm.config.run import RunConfig, check_run
 from megatron_parm.errors import ConfigError
 from tests.config.commands import TINY, config_of, notes_of
@@ -226,8 +226,9 @@ def test_a_list_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_tool_takes_some_sections() -> None:
-    found = parse_into(["--tensor-model-parallel-size", "2"], [ParallelConfig, MoEConfig, LoggingConfig])
-    assert found == {
+    classes = [ParallelConfig, MoEConfig, LoggingConfig]
+    found = read_settings(build_parser(classes), ["--tensor-model-parallel-size", "2"], classes)
+    assert found.sections == {
         ParallelConfig: ParallelConfig(tensor_model_parallel_size=2),
         MoEConfig: None,
         LoggingConfig: LoggingConfig(),
@@ -248,7 +249,7 @@ def test_a_tool_adds_flags_of_its_own() -> None:
 
 def test_a_tool_is_told_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="--num-layers, --hidden-size, --num-attention-heads"):
-        parse_into([], [ModelConfig])
+        read_settings(build_parser([ModelConfig]), [], [ModelConfig])
 
 
 def test_notes_of_settings_that_do_less_than_one_may_think() -> None:
