@@ -20,8 +20,9 @@ HEAD = """\
 # Every flag of a training run
 
 Made by `python tools/list_flags.py --markdown > docs/flags.md` from the settings classes in `megatron_parm/config/`; a
-test compares the two. `pretrain_gpt.py --help` prints the first eight tables. Beside these, `--config FILE` reads flags
-from a YAML file (flags on the command line win), and `--version` prints the version.
+test compares the two. `pretrain_gpt.py --help` and `pretrain_bert.py --help` print them, the table of BERT only the
+latter: a GPT that is given one of its flags refuses it. Beside these, `--config FILE` reads flags from a YAML file
+(flags on the command line win), and `--version` prints the version.
 """
 IGNORED = """\
 ## Accepted and ignored

@@ -261,3 +261,12 @@ def test_notes_of_settings_that_do_less_than_one_may_think() -> None:
         "--expert-tensor-parallel-size: no effect without --num-experts"
     ]
     assert notes_of("--save x --save-interval 5") == []
+
+
+@pytest.mark.parametrize("flag", ["--mask-prob 0.15", "--bert-no-binary-head", "--bert-layout original"])
+def test_flags_of_a_bert_are_refused_by_a_gpt_and_named(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"a flag of pretrain_bert\.py; leave it out for a GPT"):
+        parse_run_config([*TINY, *flag.split()])
+    config, notes = parse_run_config([*TINY, *flag.split()], model="BERT")
+    assert config.bert is not None and notes == parse_run_config(TINY, model="BERT")[1]
+    assert parse_run_config(TINY)[0].bert is None
