@@ -2,6 +2,7 @@
 
 from megatron_parm.config.checks import divisors, one_of
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.recompute import MODULES, RecomputeConfig
 from megatron_parm.errors import ConfigError
 
 
@@ -14,3 +15,47 @@ def check_sequence_parallel(parallel: ParallelConfig, seq_length: int) -> None:
             f"which does not come out even; use --seq-length {seq_length // tp * tp + tp}, "
             f"--tensor-model-parallel-size {one_of(divisors(seq_length))}, or leave out --sequence-parallel"
         )
+
+
+_ELSEWHERE = {
+    "moe_act": "the experts' activation is part of moe",
+    "mla_up_proj": "there is no multi-latent attention",
+}
+
+
+def check_recompute(recompute: RecomputeConfig) -> None:
+    """Check that what is to run again in backward is named in one way."""
+    for name in recompute.recompute_modules:
+        if name not in MODULES:
+            reason = f" ({_ELSEWHERE[name]})" if name in _ELSEWHERE else ""
+            raise ConfigError(f"--recompute-modules {name}{reason}: use any of {', '.join(MODULES)}")
+    if recompute.recompute_granularity != "selective":
+        return
+    for flag, value in (
+        ("--recompute-method", recompute.recompute_method),
+        ("--recompute-num-layers", recompute.recompute_num_layers),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} {value} counts whole layers, and --recompute-granularity selective recomputes parts of every "
+                f"layer; leave out {flag}, or use --recompute-granularity full"
+            )
+
+
+def remarks(recompute: RecomputeConfig, has_experts: bool) -> list[str]:
+    """Settings of recomputation that do nothing here, each in one line."""
+    found = []
+    if recompute.is_full and recompute.recompute_modules:
+        found.append("--recompute-modules: no effect with --recompute-granularity full, which recomputes whole layers")
+    if recompute.recompute_granularity is None:
+        found += [
+            f"{flag}: no effect without --recompute-granularity full"
+            for flag, value in (
+                ("--recompute-method", recompute.recompute_method),
+                ("--recompute-num-layers", recompute.recompute_num_layers),
+            )
+            if value is not None
+        ]
+    if not has_experts and {"moe", "shared_experts"} & set(recompute.modules):
+        found.append("--recompute-modules moe: no effect without --num-experts")
+    return found

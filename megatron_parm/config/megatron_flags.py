@@ -63,7 +63,9 @@ def _refused(reason: str, names: str, harmless: tuple[str, ...] = ()) -> dict[st
 
 
 _FUSED = "kernels are chosen by the code, with the same results"
-_KEPT = "recomputation is not in this release: activations are kept, which only costs memory"
+_WHOLE_SAVED = (
+    "what is kept for recomputation is whole on every tensor-parallel rank, unless --sequence-parallel cuts it"
+)
 _OVERLAP = "overlap is chosen by the code, with the same results"
 _ONE_FORMAT = "there is one checkpoint format, sharded and loadable by any layout"
 _NOT_LOGGED = "not in this release; nothing else changes"
@@ -96,6 +98,11 @@ _OLD_NAMES: dict[str, Entry] = {
     "--fp32-allreduce": Spelling("accumulate_allreduce_grads_in_fp32"),
     "--use-rotary-position-embeddings": Sets("position_embedding_type", "rope"),
     "--no-position-embedding": Sets("position_embedding_type", "none", yields_to=("rope", "yarn")),
+    "--recompute-activations": Sets("recompute_granularity", "selective"),
+    "--checkpoint-activations": Sets("recompute_granularity", "full"),
+    "--checkpoint-num-layers": Spelling("recompute_num_layers"),
+    "--activations-checkpoint-method": Spelling("recompute_method"),
+    "--moe-layer-recompute": Sets("recompute_modules", "moe"),
     "--batch-size": Refused(
         "Megatron renamed it; use --micro-batch-size (samples of one rank) and --global-batch-size"
     ),
@@ -123,14 +130,7 @@ _TRAINING: dict[str, Entry] = (
         "not in this release; use a fixed --global-batch-size",
         "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
     )
-    | _ignored(
-        _KEPT,
-        "recompute-activations distribute-saved-activations checkpoint-activations "
-        "distribute-checkpointed-activations moe-layer-recompute",
-    )
-    | _ignored(_KEPT, "recompute-granularity recompute-method recompute-num-layers", "one")
-    | _ignored(_KEPT, "checkpoint-num-layers activations-checkpoint-method", "one")
-    | _ignored(_KEPT, "recompute-modules", "any")
+    | _ignored(_WHOLE_SAVED, "distribute-saved-activations distribute-checkpointed-activations")
     | _ignored(
         _FUSED,
         "no-masked-softmax-fusion no-scaled-masked-softmax-fusion scaled-upper-triang-masked-softmax-fusion "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_parm import __version__
+from megatron_parm.config import checks_activations
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checks import remarks
 from megatron_parm.config.checks_replicas import replica_remarks
@@ -280,4 +281,5 @@ def parse_run_config(
     notes += replica_remarks(
         config.replicas, config.loss_scale, config.training.precision, is_moe=config.moe is not None
     )
+    notes += checks_activations.remarks(config.recompute, config.moe is not None)
     return config, notes if config.moe is None else [*notes, *router_remarks(config.moe)]

@@ -24,6 +24,7 @@ from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig, RouterDtype
 from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.recompute import RecomputeConfig
 from megatron_parm.config.replicas import ReplicaConfig
 from megatron_parm.config.training import TrainingConfig
 from megatron_parm.errors import ConfigError
@@ -38,6 +39,7 @@ SECTIONS: dict[str, type] = {
     "optim": OptimConfig,
     "training": TrainingConfig,
     "loss_scale": LossScaleConfig,
+    "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
@@ -56,6 +58,7 @@ class RunConfig:
     optim: OptimConfig
     training: TrainingConfig
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -116,6 +119,7 @@ def check_run(config: RunConfig, world: int) -> None:
         checks_router.check_upcycling(moe, model, config.checkpoint)
         checks.check_schedule(moe, tp, config.esp, config.data.seq_length * config.training.micro_batch_size)
     checks_activations.check_sequence_parallel(parallel, config.data.seq_length)
+    checks_activations.check_recompute(config.recompute)
     checks.check_batches(config.training, parallel, world)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)

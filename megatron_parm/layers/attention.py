@@ -5,6 +5,7 @@ cut over tp is a contiguous box of whole groups. Source: Megatron-LM; Ainslie et
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from megatron_parm.layers.initialise import Initialiser
 from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_parm.layers.norm import Norm, NormKind, RowNorm
+from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.layers.rotary import Rotation, rotate
 from megatron_parm.parallel.context import Axis
 
@@ -45,6 +47,7 @@ class SelfAttention(nn.Module):
 
     Attention dropout draws from the device's default stream, which differs on tp as the heads do. With
     `sequence_parallel` both ends are this rank's slice, [s/tp, b, h]; inside, every head sees the whole sequence.
+    `recompute_core` runs the attention of the projected heads again in backward.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool = False,
+        recompute_core: Recomputation | None = None,
     ) -> None:
         super().__init__()
+        self._recompute_core = recompute_core
         self.shape = shape
         self.queries_a_group = shape.num_heads // shape.num_query_groups
         channels = shape.num_heads * shape.head_dim
@@ -107,6 +112,16 @@ class SelfAttention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.shape.window is not None and query.shape[0] > self.shape.window + 1:
             may_attend = self._within_window(query.shape[0], may_attend, query.device)
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend(query, key, value, may_attend)
+
+        run = core if self._recompute_core is None else partial(self._recompute_core, core)
+        output: Tensor = self.linear_proj(run(query, key, value))  # [s, b, h]
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, may_attend: Tensor | None) -> Tensor:
+        """[s, b, heads or groups/tp, d] each -> [s, b, heads/tp * d]."""
         attended = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),  # [b, heads/tp, s, d]
             key.permute(1, 2, 0, 3),  # [b, groups/tp, s, d]
@@ -116,9 +131,7 @@ class SelfAttention(nn.Module):
             is_causal=self.shape.is_causal and may_attend is None,
             enable_gqa=self.queries_a_group > 1,
         )  # [b, heads/tp, s, d]
-        joined = attended.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * d]
-        output: Tensor = self.linear_proj(joined)  # [s, b, h]
-        return output
+        return attended.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * d]
 
     def _within_window(self, length: int, may_attend: Tensor | None, device: torch.device) -> Tensor:
         """`may_attend` (or the causal rule) less what lies further back than the window, [b or 1, 1, s, s]."""

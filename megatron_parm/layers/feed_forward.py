@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.initialise import Initialiser
 from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.parallel.context import Axis
 
 Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
@@ -43,7 +44,8 @@ def gates_of(activation: Activation) -> int:
 class FeedForward(nn.Module):
     """[s, b, h] -> [s, b, f/tp] -> activation -> [s, b, h]. Call on all ranks of tp.
 
-    With `sequence_parallel` both ends are this rank's slice, [s/tp, b, h].
+    With `sequence_parallel` both ends are this rank's slice, [s/tp, b, h]. `recompute` runs the products again in
+    backward, all but the sum over tp; under sequence parallelism with their AllGather.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class FeedForward(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool = False,
+        recompute: Recomputation | None = None,
     ) -> None:
         super().__init__()
+        self._recompute = recompute
         self.activate = ACTIVATIONS[activation]
         blocks = gates_of(activation)
         self.linear_fc1 = ColumnParallelLinear(
@@ -87,5 +91,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; with `sequence_parallel` [s/tp, b, h] -> [s/tp, b, h]."""
-        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x)))
-        return output
+        part = self._part(x) if self._recompute is None else self._recompute(self._part, x)  # [s, b, h]
+        return self.linear_fc2.join(part)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.linear_fc2.product(self.activate(self.linear_fc1(x)))  # [s, b, h], to be summed over tp

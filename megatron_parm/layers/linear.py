@@ -132,8 +132,15 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/tp] -> [s, b, out], or [s/tp, b, out]."""
+        return self.join(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """The local part, [s, b, in/tp] -> [s, b, out]: what `join` is to sum."""
+        return F.linear(x, self.weight, self.bias if self.tp.size == 1 else None)  # [s, b, out]
+
+    def join(self, part: Tensor) -> Tensor:
+        """The sum of the parts over tp, with the bias: [s, b, out], or this rank's slice [s/tp, b, out]."""
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)  # [s, b, out]
-        part = F.linear(x, self.weight)  # [s, b, out], to be summed
+            return part
         whole = reduce_scatter(part, self.tp, 0) if self.sequence_parallel else all_reduce(part, self.tp)
         return whole if self.bias is None else whole + self.bias

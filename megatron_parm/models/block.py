@@ -1,5 +1,7 @@
 """One transformer block, pre-norm: attention, then a feed-forward module that is given to it. Floor 6."""
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -9,6 +11,7 @@ from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.feed_forward import FeedForward
 from megatron_parm.layers.norm import Norm
+from megatron_parm.layers.recompute import without_keeping
 from megatron_parm.layers.rotary import Rotation
 from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
@@ -51,6 +54,7 @@ def make_feed_forward(
         dtype=dtype,
         device=device,
         sequence_parallel=execution.sequence_parallel,
+        recompute=execution.recompute("mlp"),
     )
 
 
@@ -73,6 +77,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.residual_is_normed = shape.residual_is_normed
+        self._keeps_normed = execution.recompute("layernorm") is None
         self.input_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.self_attention = SelfAttention(
             shape.attention,
@@ -82,6 +87,7 @@ class TransformerBlock(nn.Module):
             dtype=dtype,
             device=device,
             sequence_parallel=execution.sequence_parallel,
+            recompute_core=execution.recompute("core_attn"),
         )
         self.pre_mlp_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.mlp = mlp
@@ -90,8 +96,15 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
         """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism."""
         normed = self.input_layernorm(x)
-        attended = self.dropout(self.self_attention(normed, rotation, may_attend))
-        x = attended + (normed if self.residual_is_normed else x)
+        with self._keeping(normed, self.input_layernorm, x):
+            attended = self.self_attention(normed, rotation, may_attend)
+        x = self.dropout(attended) + (normed if self.residual_is_normed else x)
         normed = self.pre_mlp_layernorm(x)
-        output: Tensor = self.dropout(self.mlp(normed)) + (normed if self.residual_is_normed else x)
-        return output
+        with self._keeping(normed, self.pre_mlp_layernorm, x):
+            output: Tensor = self.mlp(normed)
+        return self.dropout(output) + (normed if self.residual_is_normed else x)
+
+    def _keeping(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[object]:
+        if self._keeps_normed or not torch.is_grad_enabled():
+            return nullcontext()
+        return without_keeping(normed, partial(norm, x.detach()))  # the norm keeps x itself

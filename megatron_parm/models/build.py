@@ -9,10 +9,11 @@ from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import RunConfig
 from megatron_parm.layers.feed_forward import Activation, gates_of
 from megatron_parm.layers.initialise import Initialiser, initialise_weights
+from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.layers.rotary import Llama3Scaling, RotaryShape, YarnScaling
 from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
-from megatron_parm.models.execution import Execution
+from megatron_parm.models.execution import Execution, LayerRecompute
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.moe_layer import make_moe_layer
 from megatron_parm.models.shape import ModelShape
@@ -76,11 +77,11 @@ def build_gpt(
     shape = model_shape(config, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
-    execution = execution_of(config)
     scale, record = BackwardScale(), _routing_record(config)
+    execution = execution_of(config, generator, record)
     model = GPTModel(
         shape,
-        feed_forward_maker(config, shape, choice, scale, record, ctx, generator),
+        feed_forward_maker(config, shape, choice, scale, record, ctx, generator, execution),
         tp=ctx.tp,
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
@@ -109,11 +110,11 @@ def build_bert(
     )
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
-    execution = execution_of(config)
     scale, record = BackwardScale(), _routing_record(config)
+    execution = execution_of(config, generator, record)
     model = BertModel(
         shape,
-        feed_forward_maker(config, shape, choice, scale, record, ctx, generator),
+        feed_forward_maker(config, shape, choice, scale, record, ctx, generator, execution),
         tp=ctx.tp,
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
@@ -133,26 +134,36 @@ def feed_forward_maker(
     record: RoutingRecord,
     ctx: ParallelContext,
     generator: torch.Generator,
+    execution: Execution,
 ) -> FeedForwardMaker:
     """What makes each layer's feed-forward: dense, or of experts where the pattern of the settings has them.
 
     `generator` draws alike on the ranks of tp.
     """
     dtype = DTYPES[config.training.precision]
-    pattern, execution = config.moe_layers, execution_of(config)
+    pattern = config.moe_layers
 
     def feed_forward(layer: int, /) -> nn.Module:
         if not pattern[layer]:
             return make_feed_forward(shape, tp=ctx.tp, dtype=dtype, device=ctx.device, execution=execution)
         assert choice is not None
-        return make_moe_layer(config, shape, layer, choice, scale, record, ctx, generator, dtype)
+        return make_moe_layer(config, shape, layer, choice, scale, record, ctx, generator, dtype, execution)
 
     return feed_forward
 
 
-def execution_of(config: RunConfig) -> Execution:
-    """How the settings want the model to run."""
-    return Execution(sequence_parallel=config.parallel.sequence_parallel)
+def execution_of(config: RunConfig, generator: torch.Generator, record: RoutingRecord) -> Execution:
+    """How the settings want the model to run. What `record` counted is not counted again by recomputation."""
+    recompute = config.recompute
+    layers = None
+    if recompute.is_full:
+        layers = LayerRecompute(recompute.recompute_method or "uniform", recompute.recompute_num_layers or 1)
+    return Execution(
+        sequence_parallel=config.parallel.sequence_parallel,
+        recomputed_modules=frozenset(recompute.modules),
+        recomputed_layers=layers,
+        recomputation=Recomputation((generator,), record.paused),
+    )
 
 
 def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> ModelShape:

@@ -6,6 +6,7 @@ import torch
 
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.run import RunConfig
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.moe.choose import Choice
 from megatron_parm.moe.experts import Experts
@@ -54,6 +55,7 @@ def make_moe_layer(
     ctx: ParallelContext,
     generator: torch.Generator,
     dtype: torch.dtype,
+    execution: Execution = PLAIN,
 ) -> MoELayer:
     """The MoE layer number `layer` of the whole model. `generator` draws alike on the ranks of tp."""
     moe = config.moe
@@ -88,14 +90,15 @@ def make_moe_layer(
         experts,
         schedule=choice.schedule,
         chunks=choice.chunks,
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=execution.sequence_parallel,
         ctx=ctx,
-        shared_expert=_shared_expert(config, shape, ctx, dtype),
+        shared_expert=_shared_expert(config, shape, ctx, dtype, execution),
+        recompute=execution.recompute("moe"),
     )
 
 
 def _shared_expert(
-    config: RunConfig, shape: ModelShape, ctx: ParallelContext, dtype: torch.dtype
+    config: RunConfig, shape: ModelShape, ctx: ParallelContext, dtype: torch.dtype, execution: Execution
 ) -> SharedExpert | None:
     moe = config.moe
     if moe is None or moe.moe_shared_expert_intermediate_size is None:
@@ -111,5 +114,6 @@ def _shared_expert(
         output_initialiser=shape.output_initialiser,
         dtype=dtype,
         device=ctx.device,
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=execution.sequence_parallel,
+        recompute=execution.recompute("shared_experts"),
     )

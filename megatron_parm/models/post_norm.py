@@ -38,6 +38,7 @@ class PostNormBlock(nn.Module):
             dtype=dtype,
             device=device,
             sequence_parallel=execution.sequence_parallel,
+            recompute_core=execution.recompute("core_attn"),
         )
         self.post_attention_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.mlp = mlp

@@ -1,9 +1,11 @@
 """The blocks that one pipeline stage holds, under their global numbers. Floor 6."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from megatron_parm.layers.rotary import make_rotation
+from megatron_parm.layers.rotary import Rotation, make_rotation
 from megatron_parm.models.block import FeedForwardMaker, TransformerBlock, make_norm
 from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.post_norm import PostNormBlock
@@ -30,7 +32,7 @@ class TransformerStage(nn.Module):
         execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.execution = shape, execution
         make_block = PostNormBlock if shape.norm_placement == "post" else TransformerBlock
         self.layers = nn.ModuleDict()
         for layer in layers:
@@ -57,10 +59,16 @@ class TransformerStage(nn.Module):
         if self.shape.positions == "rope":
             rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, x.dtype)
         may_attend = None if attention_mask is None else self._may_attend(attention_mask)
-        for block in self.layers.values():
-            x = block(x, rotation, may_attend)
+        for names, runs_again in self.execution.groups(list(self.layers)):
+            run = partial(self._run, names, rotation, may_attend)
+            x = self.execution.recomputation(run, x, is_local=False) if runs_again else run(x)
         output: Tensor = self.final_layernorm(x)
         return output
+
+    def _run(self, names: list[str], rotation: Rotation | None, may_attend: Tensor | None, x: Tensor) -> Tensor:
+        for name in names:
+            x = self.layers[name](x, rotation, may_attend)
+        return x
 
     def _may_attend(self, attention_mask: Tensor) -> Tensor:
         if not self.shape.is_causal:

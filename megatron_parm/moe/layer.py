@@ -1,10 +1,12 @@
 """The MoE layer: a gate, this rank's experts, and a schedule that orders them. Floor 5."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 
+from megatron_parm.layers.recompute import Recomputation
+from megatron_parm.moe.buckets import Buckets, Packed
 from megatron_parm.moe.experts import Experts
 from megatron_parm.moe.gate import Gate
 from megatron_parm.moe.schedules import SCHEDULES, STARTS_FROM_SLICES, ExpertStep, GateStep, MoEBlock
@@ -24,13 +26,37 @@ class _Block:
     sequence_parallel: bool
 
 
+@dataclass(frozen=True)
+class _RecomputedExperts:
+    """Experts that run again in backward, from what arrived: what travels is kept, and no collective is repeated."""
+
+    experts: Experts
+    recompute: Recomputation
+
+    def __call__(self, inbox: Buckets, *, copies: int = 1) -> Buckets:
+        """The outputs, in the layout of `inbox`."""
+        if isinstance(inbox, Packed):
+            return replace(inbox, rows=self.recompute(partial(self._rows, inbox, copies), inbox.rows))
+        return self.recompute(partial(self._slots, copies), inbox)
+
+    def _rows(self, inbox: Packed, copies: int, rows: Tensor) -> Tensor:
+        outputs = self.experts(replace(inbox, rows=rows), copies=copies)
+        assert isinstance(outputs, Packed)
+        return outputs.rows
+
+    def _slots(self, copies: int, inbox: Tensor) -> Tensor:
+        outputs = self.experts(inbox, copies=copies)
+        assert isinstance(outputs, Tensor)
+        return outputs
+
+
 class MoELayer(nn.Module):
     """[s, b, h] -> [s, b, h]; takes the place of the dense feed-forward layer. Call on all ranks of the stage.
 
     `schedule` is a name of `SCHEDULES`. All schedules hold the same parameters, so it may be changed between steps.
     Under `sequence_parallel` input and output are this rank's slices over tp, `[s/tp, b, h]`: S1 and its kin start from
     them, the other schedules join them first. What `shared_expert` makes of every token is added to what the chosen
-    experts make.
+    experts make. `recompute` runs the chosen experts again in backward.
     """
 
     def __init__(
@@ -43,11 +69,13 @@ class MoELayer(nn.Module):
         sequence_parallel: bool = False,
         ctx: ParallelContext,
         shared_expert: SharedExpert | None = None,
+        recompute: Recomputation | None = None,
     ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel
         self.router = gate
         self.experts = experts
+        self._recompute = recompute
         self.schedule = schedule
         self.chunks = chunks
         self._ctx = ctx
@@ -76,6 +104,8 @@ class MoELayer(nn.Module):
     def _block(self, num_samples: int) -> MoEBlock:
         """What the schedule orders, which tells the trace what it does where there is one."""
         gate, trace = partial(self.router, num_samples=num_samples), self._ctx.trace
+        again = self._recompute
+        experts = self.experts if again is None else _RecomputedExperts(self.experts, again)
         if not trace.is_recording:
-            return _Block(gate, self.experts, self.sequence_parallel)
-        return TracedBlock(TracedGate(gate, trace), TracedExperts(self.experts, trace), self.sequence_parallel)
+            return _Block(gate, experts, self.sequence_parallel)
+        return TracedBlock(TracedGate(gate, trace), TracedExperts(experts, trace), self.sequence_parallel)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from megatron_parm.layers.feed_forward import Activation, FeedForward
 from megatron_parm.layers.initialise import Initialiser, attach
+from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.sharding import make_parameter
 
@@ -17,7 +18,8 @@ from megatron_parm.parallel.sharding import make_parameter
 class SharedExpert(nn.Module):
     """[s, b, h] -> [s, b, h], times sigmoid(x . gate_weight) with `is_gated`. Call on all ranks of tp.
 
-    With `sequence_parallel` the ranks of tp hold slices [s/tp, b, h] in and out instead of the same values.
+    With `sequence_parallel` the ranks of tp hold slices [s/tp, b, h] in and out instead of the same values. `recompute`
+    runs the products again in backward, without the sum over tp.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class SharedExpert(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         sequence_parallel: bool = False,
+        recompute: Recomputation | None = None,
     ) -> None:
         super().__init__()
+        self._recompute = recompute
         feed_forward = FeedForward(
             hidden_size,
             ffn_hidden_size,
@@ -57,5 +61,9 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/tp, b, h] each with sequence parallelism."""
-        output: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x)))
+        part = self._part(x) if self._recompute is None else self._recompute(self._part, x)  # [s, b, h]
+        output = self.linear_fc2.join(part)  # [s, b, h], or [s/tp, b, h]
         return output if self.gate_weight is None else output * torch.sigmoid(F.linear(x, self.gate_weight))
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.linear_fc2.product(self.activate(self.linear_fc1(x)))  # [s, b, h], to be summed over tp

@@ -113,6 +113,14 @@ OTHERS = [
         "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 14",
         ["--sequence-parallel", "--seq-length 14", "--tensor-model-parallel-size 4", "16", "1, 2, 7 or 14"],
     ),
+    (1, "--recompute-modules core_attn mla_up_proj", ["mla_up_proj", "core_attn, layernorm, mlp, moe, shared_experts"]),
+    (1, "--recompute-modules moe_act", ["moe_act", "part of moe"]),
+    (
+        1,
+        "--recompute-activations --recompute-num-layers 2",
+        ["--recompute-num-layers 2", "leave out --recompute-num-layers", "--recompute-granularity full"],
+    ),
+    (1, "--recompute-activations --recompute-method block", ["--recompute-method block", "selective"]),
     (1, "--num-experts 4 --bp-pipeline-degree 2", ["--bp-pipeline-degree 2", "--pipeline-degree 1"]),
 ]
 
@@ -140,6 +148,8 @@ GOOD = [
     (1, "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1"),
     (2, "--micro-batch-size 1 --global-batch-size 6"),
     (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    (1, "--recompute-granularity full --recompute-method block --recompute-num-layers 2"),
+    (1, "--num-experts 4 --moe-layer-recompute --recompute-activations"),
     (1, "--sequence-parallel --seq-length 15"),
 ]
 

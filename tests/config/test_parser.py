@@ -53,10 +53,10 @@ def test_a_command_of_2021_runs() -> None:
     check_run(config, 4)
     assert config.model.norm_epsilon == 1e-5
     assert config.parallel.local_rank == 1
+    assert config.recompute.is_full
     assert config.parallel.distributed_backend == "nccl"
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     assert [note.split()[0] for note in notes] == [
-        "--checkpoint-activations",
         "--DDP-impl",
         "--no-masked-softmax-fusion",
     ]
@@ -256,6 +256,13 @@ def test_notes_of_settings_that_do_less_than_one_may_think() -> None:
     assert notes_of("--save x") == ["--save without --save-interval: a checkpoint is written only when the run ends"]
     assert notes_of("--save-interval 5") == ["--save-interval: no effect without --save"]
     assert notes_of("--sequence-parallel") == ["--sequence-parallel: no effect with --tensor-model-parallel-size 1"]
+    assert notes_of("--recompute-num-layers 2") == [
+        "--recompute-num-layers: no effect without --recompute-granularity full"
+    ]
+    assert notes_of("--moe-layer-recompute") == ["--recompute-modules moe: no effect without --num-experts"]
+    assert notes_of("--recompute-granularity full --recompute-modules mlp") == [
+        "--recompute-modules: no effect with --recompute-granularity full, which recomputes whole layers"
+    ]
     assert notes_of("--num-query-groups 2") == ["--num-query-groups: no effect without --group-query-attention"]
     assert notes_of("--expert-tensor-parallel-size 2") == [
         "--expert-tensor-parallel-size: no effect without --num-experts"

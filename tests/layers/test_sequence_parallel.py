@@ -3,8 +3,7 @@
 Slices go in and come out; the parts of norm weights, row biases and positions are summed as grads/finish.py does.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -20,9 +19,9 @@ from megatron_parm.layers.initialise import Initialiser, initialise_weights
 from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_parm.layers.norm import Norm
 from megatron_parm.layers.rotary import RotaryShape, make_rotation
-from megatron_parm.parallel import transport
 from megatron_parm.parallel.collectives import split
 from megatron_parm.parallel.context import Axis, ParallelContext
+from tests.harness.collectives import counted
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.layers.parallel_check import (
@@ -116,32 +115,13 @@ def test_without_the_sum_over_tp_norms_and_row_biases_are_parts(pools: Pools) ->
     assert max(found[name] for name in found.keys() - parts) < TOLERANCE, found
 
 
-@contextmanager
-def _counted(calls: list[str]) -> Iterator[None]:
-    names = ("start_gather_stack", "start_scatter_sum", "start_sum_over", "start_exchange", "sum_over_")
-    kept = {name: getattr(transport, name) for name in names}
-
-    def counting(name: str) -> Callable[..., object]:
-        def call(*args: object) -> object:
-            calls.append(name)
-            before = len(calls)
-            found = kept[name](*args)
-            del calls[before:]  # what a collective is made of is not another one
-            return found
-
-        return call
-
-    with patch.multiple(transport, **{name: counting(name) for name in names}):
-        yield
-
-
 def _collectives(ctx: ParallelContext) -> tuple[list[str], list[str], list[str]]:
     """Those of a forward, of its backward, and the sizes that the graph of the column product keeps."""
     pair, forward, backward = Pair(ctx.tp, 1, True), [], []
     initialise_weights(pair, 3)
-    with _counted(forward):
+    with counted(forward):
         output = pair(X.chunk(ctx.tp.size)[ctx.tp.rank].clone().requires_grad_())
-    with _counted(backward):
+    with counted(backward):
         output.sum().backward()
     kept: list[str] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(str(list(t.shape))) or t, lambda t: t):

@@ -1,6 +1,7 @@
 """Whole models under each way to run them, against one process in float64: the loss and every weight's gradient."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,12 +11,18 @@ from torch import Tensor
 from megatron_parm.config.moe import Schedule
 from megatron_parm.config.run import check_run, resolve
 from megatron_parm.grads import finish
-from megatron_parm.models.execution import Execution
+from megatron_parm.layers.initialise import initialise_weights
+from megatron_parm.layers.recompute import Recomputation
+from megatron_parm.models.block import make_feed_forward
+from megatron_parm.models.execution import Execution, LayerRecompute
+from megatron_parm.models.gpt import GPTModel
 from megatron_parm.parallel.context import ParallelContext
+from tests.harness.collectives import counted
 from tests.harness.layouts import Layout
+from tests.harness.memory import KeptBytes
 from tests.harness.pools import Pools
 from tests.layers.parallel_check import TOLERANCE, TP_LAYOUTS, Box, boxes_of, gradient_differences, randomise_vectors
-from tests.models.gpt_cases import batch_of, build, small_shape
+from tests.models.gpt_cases import CPU, batch_of, build, small_shape
 from tools import check_layouts
 
 SLICED = Execution(sequence_parallel=True)
@@ -107,3 +114,103 @@ def test_dropout_differs_between_slices_and_the_loss_agrees(pools: Pools) -> Non
     assert 0.4 < first[0].mean() < 0.6 and 0.4 < second[0].mean() < 0.6
     assert 0.3 < (first[0] == second[0]).double().mean() < 0.7, "the masks of the slices repeat"
     assert torch.equal(first[1], second[1])
+
+
+# --- recomputation ---
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "core_attn": {"recomputed_modules": frozenset({"core_attn"})},
+    "layernorm": {"recomputed_modules": frozenset({"layernorm"})},
+    "mlp": {"recomputed_modules": frozenset({"mlp"})},
+    "all three": {"recomputed_modules": frozenset({"core_attn", "layernorm", "mlp"})},
+    "uniform 1": {"recomputed_layers": LayerRecompute("uniform", 1)},
+    "uniform 2": {"recomputed_layers": LayerRecompute("uniform", 2)},
+    "block 1": {"recomputed_layers": LayerRecompute("block", 1)},
+    "block 9": {"recomputed_layers": LayerRecompute("block", 9)},
+}
+
+
+def recomputed_run(
+    ctx: ParallelContext, how: str, sequence_parallel: bool, **changes: Any
+) -> tuple[list[Tensor], int, list[str]]:
+    """(loss, gradients, what both streams draw next), bytes kept after the forward, collectives of both passes."""
+    shape = small_shape(num_layers=3, hidden_dropout=0.2, attention_dropout=0.2, max_positions=32, **changes)
+    stream = torch.Generator().manual_seed(5)
+    execution = Execution(
+        sequence_parallel=sequence_parallel, recomputation=Recomputation((stream,)), **RECOMPUTED.get(how, {})
+    )
+    model = GPTModel(
+        shape,
+        lambda layer: make_feed_forward(shape, tp=ctx.tp, dtype=torch.float32, device=CPU, execution=execution),
+        tp=ctx.tp,
+        generator=None if sequence_parallel else stream,
+        dtype=torch.float32,
+        device=CPU,
+        execution=execution,
+    )
+    initialise_weights(model, seed=7)
+    torch.manual_seed(ctx.rank)
+    calls: list[str] = []
+    with counted(calls):
+        with KeptBytes() as kept:
+            loss = model(*batch_of(shape, rows=2, length=32)).mean()
+            in_bytes = kept.alive()
+        loss.backward()
+    drawn = [torch.rand(3, generator=stream), torch.rand(3)]
+    return [loss.detach(), *(p.grad for p in model.parameters()), *drawn], in_bytes, calls
+
+
+@pytest.mark.cover(
+    layout=[Layout(1), Layout(2, tp=2)],
+    how=list(RECOMPUTED),
+    sequence_parallel=[False, True],
+    kind=[{}, {"positions": "rope", "normalisation": "RMSNorm", "activation": "swiglu"}, {"residual_is_normed": True}],
+)
+def test_recomputation_changes_no_bit_and_keeps_less(
+    pools: Pools, layout: Layout, how: str, sequence_parallel: bool, kind: dict[str, Any]
+) -> None:
+    """With dropout of both streams: loss, gradients, the streams afterwards; and the memory that it is for."""
+    wanted = pools.run(layout, recomputed_run, "nothing", sequence_parallel, **kind)
+    for (values, kept, calls), (plain, everything, own) in zip(
+        pools.run(layout, recomputed_run, how, sequence_parallel, **kind), wanted, strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
+        assert kept < everything
+        assert len(calls) >= len(own) and (len(calls) == len(own) or how not in ("core_attn", "layernorm"))
+
+
+def test_whole_layers_keep_their_inputs_alone() -> None:
+    """3 layers keep at least 10 [s, b, h] each, of which full recomputation leaves 1; the rest is the same."""
+    single = ParallelContext.single()
+    everything = recomputed_run(single, "nothing", False)[1]
+    by_depth = [everything - recomputed_run(single, how, False)[1] for how in ("block 1", "block 9")]
+    one = 32 * 2 * 32 * 4
+    assert by_depth[0] > 9 * one
+    assert by_depth[1] == pytest.approx(3 * by_depth[0], rel=0.05)
+
+
+def test_collectives_of_a_dense_model_that_run_again(pools: Pools) -> None:
+    """Whole layers repeat those of a forward, mlp its AllGather under sequence parallelism and nothing without it."""
+    layout = Layout(2, tp=2)
+    for sequence_parallel, of_layer, of_mlp in ((True, 4, 1), (False, 2, 0)):
+        counts = {}
+        for how in ("nothing", "mlp", "uniform 1"):
+            first, second = (calls for _, _, calls in pools.run(layout, recomputed_run, how, sequence_parallel))
+            assert first == second
+            counts[how] = len(first)
+        assert counts["mlp"] - counts["nothing"] == 3 * of_mlp
+        assert counts["uniform 1"] - counts["nothing"] == 3 * of_layer
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "groups"),
+    [
+        ("uniform", 2, [("0 1", True), ("2 3", True), ("4", True)]),
+        ("uniform", 9, [("0 1 2 3 4", True)]),
+        ("block", 2, [("0", True), ("1", True), ("2", False), ("3", False), ("4", False)]),
+        ("block", 9, [(str(layer), True) for layer in range(5)]),
+    ],
+)
+def test_groups_of_layers(method: Any, num_layers: int, groups: list[tuple[str, bool]]) -> None:
+    found = Execution(recomputed_layers=LayerRecompute(method, num_layers)).groups(list("01234"))
+    assert [(" ".join(names), again) for names, again in found] == groups

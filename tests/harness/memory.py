@@ -1,0 +1,35 @@
+"""How many bytes of activations stay alive: those of every storage that an operator made and nobody has let go."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class KeptBytes(TorchDispatchMode):
+    """Within this context the storages of every operator's results are watched, without being kept alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self._watched[reference.cdata] = reference, storage.nbytes()
+        return results
+
+    def alive(self, but: Sequence[Tensor] = ()) -> int:
+        """Bytes alive now, without the storages of the tensors `but`."""
+        left_out = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in but}
+        return sum(
+            size for key, (reference, size) in self._watched.items() if key not in left_out and not reference.expired()
+        )
