@@ -76,9 +76,10 @@ class TrainStep:
     def run(self, batches: Iterator[Batch], num_micro_batches: int, lr: float, weight_decay: float) -> StepResult:
         """One step over `num_micro_batches` of `batches`. Call on all ranks; nothing changes if it is skipped."""
         trace, timed = self._ctx.trace, self._timers.span
-        with trace.span("data"), timed("batch-generator", level=2):
+        with trace.span("data"):
             self._buffers.zero()
-            micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
+            with timed("batch-generator", level=2):
+                micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
             divisors = self._divisors(micro_batches)
         self._reduction.begin(num_micro_batches)
         scale = self._loss_scale.value
