@@ -219,6 +219,12 @@ def check_schedule(moe: MoEConfig, tp: int, esp: int, tokens: int) -> None:
 
 
 def _check_chunks(moe: MoEConfig) -> None:
+    if moe.moe_schedule_adapt and (moe.moe_schedule != "auto" or moe.moe_schedule_check == 0):
+        raise ConfigError(
+            "--moe-schedule-adapt takes what --moe-schedule-check measured in place of what --moe-schedule auto "
+            f"predicted; found --moe-schedule-check {moe.moe_schedule_check}, --moe-schedule {moe.moe_schedule}; use "
+            "--moe-schedule auto --moe-schedule-check 5"
+        )
     chunks = moe.pipeline_chunks
     if moe.bp_pipeline_degree is not None and moe.bp_pipeline_degree != (chunks or 1):
         raise ConfigError(

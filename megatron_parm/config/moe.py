@@ -142,6 +142,16 @@ class MoEConfig:
         none_means="1 for a fixed schedule, auto for auto",
         read=_read_pipeline_chunks,
     )
+    moe_schedule_check: int = flag(
+        0,
+        help="steps in which each of the three best predicted schedules is tried at the start and timed",
+        unit="steps",
+        at_least=0,
+        zero_means="off",
+    )
+    moe_schedule_adapt: bool = flag(
+        False, help="go on with the schedule that --moe-schedule-check measured as the fastest"
+    )
     moe_cost_model: str | None = flag(
         None,
         help="JSON file of measured link and expert speeds for auto; what it lacks is measured at the start and added",

@@ -56,6 +56,10 @@ class BuiltModel:
         """Run every MoE layer by the schedule of that name from now on."""
         assert self.choice is not None, "a dense model has no schedule"
         self.choice = replace(self.choice, schedule=name, chunks=chunks, reason=reason)
+        self.try_schedule(name, chunks)
+
+    def try_schedule(self, name: str, chunks: int) -> None:
+        """Run every MoE layer by the schedule of that name, whatever the choice."""
         for layer in self.moe_layers:
             layer.schedule, layer.chunks = name, chunks
 

@@ -28,6 +28,23 @@ def candidate_name(schedule: str, chunks: int) -> str:
     return schedule if chunks == 1 else f"{schedule} x {chunks}"
 
 
+def named_candidate(name: str) -> tuple[str, int]:
+    """The schedule and chunks that `candidate_name` shows so."""
+    schedule, _, chunks = name.partition(" x ")
+    return schedule, int(chunks or 1)
+
+
+COUNT_IN_SLICES = ("s1", "s1h")  # their capacity is counted within each tp slice of the tokens
+
+
+def drops_alike(first: str, second: str, shape: LayerShape) -> bool:
+    """Whether both schedules drop the same tokens of `shape`, whatever the router says. Source: parm.md section 4."""
+    if shape.tp == 1 or shape.capacity_factor is None:
+        return True
+    can_drop = shape.slots < shape.num_experts * shape.num_tokens
+    return not can_drop or (first in COUNT_IN_SLICES) == (second in COUNT_IN_SLICES)
+
+
 def unable(schedule: str, shape: LayerShape) -> str | None:
     """Why `schedule` cannot run `shape`, or None if it can."""
     if schedule in STARTS_FROM_SLICES and shape.num_tokens % shape.tp:

@@ -108,6 +108,7 @@ def _train_fields(record: TrainRecord) -> dict[str, object]:
         "moe": None if record.moe is None else _moe_fields(record.moe),
         "memory": record.memory,
         "spans_ms": {name: max(times) for name, times in record.spans_ms.items()} or None,
+        "moe_schedule_check": record.moe_schedule_check,
     }
     return fields | {name: value for name, value in optional.items() if value is not None}
 

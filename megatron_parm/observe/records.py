@@ -102,6 +102,7 @@ class TrainRecord:
     moe: MoEFigures | None = None
     memory: MemoryPeak | None = None
     spans_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    moe_schedule_check: Mapping[str, object] | None = None  # what --moe-schedule-check tried in this iteration
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_parm.data.gpt_dataset import SampleSource
 from megatron_parm.data.samplers import build_sampler
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.reduce import GradientReduction
-from megatron_parm.models.build import BuiltModel
+from megatron_parm.models.build import BuiltModel, layer_shape
 from megatron_parm.models.kernels import use_kernels
 from megatron_parm.moe.cost import PUBLISHED, CostModel
 from megatron_parm.observe.flops import TransformerShape
@@ -40,6 +40,7 @@ from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.objective import Objective
 from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
 from megatron_parm.training.updates import make_updates
 
 
@@ -62,6 +63,7 @@ class Assembly:
     loss_scale: LossScale
     random_states: RandomStates
     flop_shape: TransformerShape
+    schedule_check: ScheduleCheck | None = None
 
     def batches(self, dataset: SampleSource, consumed_samples: int) -> Iterator[Batch]:
         """This rank's micro-batches of `dataset` from the given position on. tp peers read the same ones."""
@@ -187,7 +189,15 @@ def assemble(
         loss_scale=updates.loss_scale,
         random_states=random_states,
         flop_shape=_flop_shape(config, padded, is_causal=family.is_causal),
+        schedule_check=_schedule_check(config, ctx, built),
     )
+
+
+def _schedule_check(config: RunConfig, ctx: ParallelContext, built: BuiltModel) -> ScheduleCheck | None:
+    """What --moe-schedule-check asks for."""
+    if config.moe is None or config.moe.moe_schedule_check == 0 or built.choice is None:
+        return None
+    return plan_check(built.choice, layer_shape(config, ctx), config.moe.moe_schedule_check)
 
 
 def make_schedule(config: RunConfig) -> RateSchedule:

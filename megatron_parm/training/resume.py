@@ -20,13 +20,14 @@ from megatron_parm.config.fields import flags_of
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import SECTIONS, RunConfig, to_dict
 from megatron_parm.errors import CheckpointError, ConfigError
-from megatron_parm.models.build import BuiltModel
+from megatron_parm.models.build import BuiltModel, layer_shape
 from megatron_parm.observe.log import Log
 from megatron_parm.optim.schedule import RateSchedule, reconcile
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec, saved_tensors, spec_of
 from megatron_parm.training.assemble import Assembly, named_layout
 from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
 from megatron_parm.training.upcycle import plan_upcycling
 
 OPTIMIZER, MODEL = "optimizer.", "model."
@@ -127,6 +128,8 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
             "reason": choice.reason,
             "chosen_for": chosen_for,
         }
+        if run.schedule_check is not None:
+            state["moe_schedule"]["check"] = run.schedule_check.to_state()
     random_states = {} if checkpoint.no_save_rng else run.random_states.state_dict()
     return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
 
@@ -312,13 +315,20 @@ def _load_random_states(run: Assembly, checkpoint: VerifiedCheckpoint) -> None:
 
 
 def _reuse_moe_schedule(run: Assembly, state: dict[str, Any]) -> None:
-    """The schedule that auto chose before, on the same layout and shape, so that a resume is bitwise."""
-    saved = state.get("moe_schedule")
-    if run.config.moe is None or run.config.moe.moe_schedule != "auto" or not isinstance(saved, dict):
+    """On the same layout and shape: the schedule that auto chose before, and how far a check of it had come, so that a
+    resume is bitwise."""
+    saved, moe, check = state.get("moe_schedule"), run.config.moe, run.schedule_check
+    if moe is None or not isinstance(saved, dict) or saved.get("chosen_for") != _chosen_for(run.config, run.ctx):
         return
-    if saved.get("chosen_for") == _chosen_for(run.config, run.ctx):
+    if moe.moe_schedule == "auto":
         reason = str(saved.get("reason")).removeprefix(REUSED)
         run.built.use_schedule(str(saved.get("name")), int(saved.get("chunks", 1)), REUSED + reason)
+    if check is None or run.built.choice is None:
+        return
+    if "check" in saved:
+        check.become(ScheduleCheck.from_state(saved["check"]))
+    else:
+        check.become(plan_check(run.built.choice, layer_shape(run.config, run.ctx), check.rounds))
 
 
 def _chosen_for(config: RunConfig, ctx: ParallelContext) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from megatron_parm.training.evaluate import evaluate
 from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, load_run, save_run
+from megatron_parm.training.schedule_check import ScheduleTrial
 from megatron_parm.training.signals import StopRequests
 from megatron_parm.training.step import StepResult, TrainStep
 from megatron_parm.training.tracing import TracedSteps
@@ -54,7 +55,10 @@ class Trainer:
         self._started = time.monotonic()
         self._clock = StepClock(device_synchroniser(run.ctx.device))
         self._traced = TracedSteps(run.config.logging, run.ctx, run.log)
-        training = run.config.training
+        training, moe = run.config.training, run.config.moe
+        self._trial = ScheduleTrial(
+            run.built, run.schedule_check, run.ctx, run.log, adapts=moe is not None and moe.moe_schedule_adapt
+        )
         self._stop = StopRequests(
             run.ctx, exit_interval=training.exit_interval, duration_minutes=training.exit_duration_in_mins
         )
@@ -136,11 +140,14 @@ class Trainer:
         num_micro_batches = run.plan.num_micro_batches_at(progress.consumed_train_samples)
         run.built.record.clear()
         with run.ctx.trace.span("iteration", number=progress.iteration + 1):
-            result = self._step.run(
-                self._train_batches,
+            result = self._trial.run(
+                lambda: self._step.run(
+                    self._train_batches,
+                    num_micro_batches,
+                    run.schedule.learning_rate(progress.scheduled_samples),
+                    run.schedule.weight_decay(progress.scheduled_samples),
+                ),
                 num_micro_batches,
-                run.schedule.learning_rate(progress.scheduled_samples),
-                run.schedule.weight_decay(progress.scheduled_samples),
             )
         progress.iteration += 1
         progress.consumed_train_samples += batch_size
@@ -214,6 +221,7 @@ class Trainer:
                 moe=figures,
                 memory=peak_memory(run.ctx.device),
                 spans_ms=self._times_of_the_interval(),
+                moe_schedule_check=self._trial.record,
             )
         )
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_parm.moe.advise import advise
 from megatron_parm.moe.calibrate import keep_model
 from megatron_parm.moe.choose import choose
 from megatron_parm.moe.cost import PUBLISHED, CostModel, Line, predict
 from megatron_parm.moe.schedules import SCHEDULES
-from tools.explain_schedule import main, parse, shape_of
+from tools.explain_schedule import main, parse, plan_of, shape_of
 
 SIZES = "--seq-length 128 --hidden-size 64 --ffn-hidden-size 128 --num-experts 8"
 LAYOUT = f"{SIZES} --tp 4 --ep 2 --esp 4 --capacity-factor 1.25"
@@ -88,3 +89,40 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*LAYOUT.split(), "--moe-cost-model", str(file)]) == 2
     text = capsys.readouterr().err
     assert "delete it to measure anew" in text and text.count("\n") == 1
+
+
+ADVISE = f"{SIZES} --capacity-factor 1.25 --advise --ranks 32 --ranks-per-node 4"
+
+
+def test_advice_prints_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ADVISE} --memory-gb 80 --num-layers 4".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = plan_of(parse(f"{ADVISE} --memory-gb 80 --num-layers 4".split()), shape_of(parse(LAYOUT.split())))
+    best = advise(plan, PUBLISHED)[:10]
+    assert [tuple(map(int, line.split()[:4])) for line in lines[2:12]] == [
+        (one.tp, one.ep, one.esp, one.dp) for one in best
+    ]
+    assert "32 ranks (4 a node) fit 80 GB" in lines[0] and PUBLISHED.source in lines[0]
+    assert any("assumed:" in line for line in lines[12:]) and any("%" in line for line in lines[12:])
+
+
+def test_advice_says_what_a_model_was_not_measured_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.json"
+    keep_model(file, "one", replace(FREE, crossing=frozenset()))
+    assert main([*f"{ADVISE} --memory-gb 80".split(), "--moe-cost-model", str(file)]) == 0
+    assert "measured inside one node only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--advise needs --ranks and --memory-gb"),
+        ("--memory-gb 0.00001", "no layout of 32 ranks fits"),
+        ("--memory-gb 80 --num-moe-layers 99", "must not exceed"),
+        ("--memory-gb 80 --ranks 0", "--ranks 0 must be at least 1"),
+    ],
+)
+def test_advice_that_cannot_be_given_is_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ADVISE} {flags}".split()) == 2
+    text = capsys.readouterr().err
+    assert message in text and text.count("\n") == 1
