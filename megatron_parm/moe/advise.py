@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_parm.errors import ConfigError
 from megatron_parm.moe.choose import Choice, choose
-from megatron_parm.moe.cost import CostModel, LayerShape, Line
+from megatron_parm.moe.cost import AXES, CostModel, LayerShape, Line
 
 ADAM_BYTES = 16  # gradient, master weight and two moments of a parameter, 4 bytes each
 GB = 1e9
@@ -96,16 +96,25 @@ def memory_gb(plan: ModelPlan, tp: int, ep: int, esp: int, schedule: str) -> flo
     return (state + kept + logits) / GB
 
 
+def num_nodes(ep: int, esp: int, ranks_per_node: int) -> int:
+    """Nodes over which a group of ep_esp is spread in equal runs of whole experts; 1 if it is not."""
+    nodes = ep * esp // ranks_per_node
+    is_even = nodes > 1 and nodes * ranks_per_node == ep * esp and ranks_per_node % esp == 0
+    return nodes if is_even else 1
+
+
 def for_layout(model: CostModel, tp: int, ep: int, esp: int, ranks_per_node: int) -> CostModel:
     """`model` with the lines of a layout that it was not measured on, by the link each axis uses.
 
     A group of neighbours crosses nodes if it is larger than one. Links between nodes have the line that the model has
     for an AlltoAll over them, links inside a node that of an AllGather over them; an AllReduce is two of either.
     """
-    crossing = {name for name, reach in (("tp", tp), ("esp", esp), ("ep", ep * esp), ("ep_esp", ep * esp))
-                if reach > ranks_per_node}  # fmt: skip
+    reach = {"tp": tp, "esp": esp, "ep": ep * esp, "ep_esp": ep * esp}
+    crossing = {name for name, ranks in reach.items() if ranks > ranks_per_node}
+    if "ep_esp" in crossing:
+        crossing.add("between" if num_nodes(ep, esp, ranks_per_node) > 1 else "inside")
     lines = {name: line for name, line in model.lines.items() if "/" not in name}
-    for axis in ("tp", "esp", "ep", "ep_esp"):
+    for axis in AXES:
         is_crossing = axis in crossing
         for operation in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
             lines[f"{operation}/{axis}"] = _line_on(model, operation, is_crossing)
@@ -115,13 +124,13 @@ def for_layout(model: CostModel, tp: int, ep: int, esp: int, ranks_per_node: int
 def _line_on(model: CostModel, operation: str, is_crossing: bool) -> Line:
     """The line of an operation on one kind of link: measured there, or derived from what was."""
     known = {
-        "all_to_all": ("ep", "ep_esp"),
+        "all_to_all": ("ep", "ep_esp", "between", "inside"),
         "all_gather": ("tp", "esp"),
         "reduce_scatter": ("esp",),
         "all_reduce": ("esp",),
     }
     for axis in known[operation]:
-        if (axis in model.crossing) == is_crossing:
+        if (axis in model.crossing) == is_crossing and (f"{operation}/{axis}" in model.lines or axis != "inside"):
             return model.line(operation, axis)
     stand_in = "all_to_all" if is_crossing else "all_gather"
     found = [axis for axis in known[stand_in] if (axis in model.crossing) == is_crossing]
@@ -131,7 +140,7 @@ def _line_on(model: CostModel, operation: str, is_crossing: bool) -> Line:
 
 def has_links(model: CostModel) -> tuple[bool, bool]:
     """Whether the model was measured on links (inside a node, between nodes) at all."""
-    return model.crossing != {"tp", "esp", "ep", "ep_esp"}, bool(model.crossing)
+    return not {"tp", "esp", "ep", "ep_esp"} <= model.crossing, bool(model.crossing)
 
 
 def _dense_ms(plan: ModelPlan, tp: int, model: CostModel) -> float:
@@ -157,7 +166,9 @@ def advise(plan: ModelPlan, model: CostModel) -> list[Advice]:
     found, least = [], float("inf")
     for tp, ep, esp in layouts(plan):
         here = for_layout(model, tp, ep, esp, plan.ranks_per_node)
-        choice = choose(replace(plan.layer, tp=tp, ep=ep, esp=esp), here)
+        choice = choose(
+            replace(plan.layer, tp=tp, ep=ep, esp=esp, num_nodes=num_nodes(ep, esp, plan.ranks_per_node)), here
+        )
         needed = memory_gb(plan, tp, ep, esp, choice.schedule)
         least = min(least, needed)
         if needed > plan.memory_gb:

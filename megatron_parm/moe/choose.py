@@ -34,15 +34,15 @@ def named_candidate(name: str) -> tuple[str, int]:
     return schedule, int(chunks or 1)
 
 
-COUNT_IN_SLICES = ("s1", "s1h")  # their capacity is counted within each tp slice of the tokens
-
-
 def drops_alike(first: str, second: str, shape: LayerShape) -> bool:
-    """Whether both schedules drop the same tokens of `shape`, whatever the router says. Source: parm.md section 4."""
+    """Whether both schedules drop the same tokens of `shape`, whatever the router says. Source: parm.md section 4.
+
+    Those that start from slices count the capacity within each tp slice of the tokens.
+    """
     if shape.tp == 1 or shape.capacity_factor is None:
         return True
     can_drop = shape.slots < shape.num_experts * shape.num_tokens
-    return not can_drop or (first in COUNT_IN_SLICES) == (second in COUNT_IN_SLICES)
+    return not can_drop or (first in STARTS_FROM_SLICES) == (second in STARTS_FROM_SLICES)
 
 
 def unable(schedule: str, shape: LayerShape) -> str | None:

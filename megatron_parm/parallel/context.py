@@ -4,13 +4,13 @@ Both are values passed as arguments; nothing in the project keeps them in module
 not the whole context.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_parm.observe.trace import NO_TRACE, Trace
-from megatron_parm.parallel.grid import AXES, RankGrid
+from megatron_parm.parallel.grid import RankGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,7 +87,6 @@ class ParallelContext:
 
     def traced(self, trace: Trace) -> "ParallelContext":
         """The same groups, whose collectives are told to `trace`."""
-        found = self
-        for name in AXES:
-            found = replace(found, **{name: replace(self.axis(name), trace=trace)})  # type: ignore[arg-type]  # an axis
-        return found
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        traced = {name: replace(axis, trace=trace) for name, axis in values.items() if isinstance(axis, Axis)}
+        return ParallelContext(**{**values, **traced})
