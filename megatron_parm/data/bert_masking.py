@@ -6,7 +6,6 @@ give the same sample.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypedDict
 
 import numpy as np
@@ -66,11 +65,6 @@ class Segments:
     second: Ids
     are_exchanged: bool
     are_truncated: bool
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Tokens of text, special ones not counted."""
-        return len(self.first) + len(self.second)
 
 
 @dataclass(frozen=True)

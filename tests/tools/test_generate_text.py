@@ -3,11 +3,13 @@
 import io
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_parm.errors import MegatronParmError
+from megatron_parm.config.bert import BertConfig
+from megatron_parm.errors import ConfigError, MegatronParmError
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.generate import SamplingRules
 from tests.config.commands import config_of
@@ -130,3 +132,10 @@ def test_sampling_holds_whole_sequences() -> None:
     given = generate_text.parse(["--load", "x", "--tensor-model-parallel-size", "2"])
     assert config.parallel.sequence_parallel
     assert not generate_text.for_sampling(config, given, 2).parallel.sequence_parallel
+
+
+def test_a_bert_writes_no_text() -> None:
+    config = replace(config_of(), bert=BertConfig())
+    flags = generate_text.parse(["--load", "runs/bert"])
+    with pytest.raises(ConfigError, match=r"--load runs/bert: this is a BERT"):
+        generate_text.for_sampling(config, flags, 1)
