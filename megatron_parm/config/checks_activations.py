@@ -3,6 +3,7 @@
 from megatron_parm.config.checks import divisors, one_of
 from megatron_parm.config.parallel import ParallelConfig
 from megatron_parm.config.recompute import MODULES, RecomputeConfig
+from megatron_parm.config.training import TrainingConfig
 from megatron_parm.errors import ConfigError
 
 
@@ -42,9 +43,18 @@ def check_recompute(recompute: RecomputeConfig) -> None:
             )
 
 
-def remarks(recompute: RecomputeConfig, has_experts: bool) -> list[str]:
-    """Settings of recomputation that do nothing here, each in one line."""
+def remarks(recompute: RecomputeConfig, training: TrainingConfig, has_experts: bool) -> list[str]:
+    """Settings of activations that do nothing here, each in one line."""
     found = []
+    if training.precision in ("fp32", "fp64"):
+        found += [
+            f"{flag}: no effect with --precision {training.precision}, where nothing is narrower than fp32"
+            for flag, is_given in (
+                ("--fp32-residual-connection", training.fp32_residual_connection),
+                ("--attention-softmax-in-fp32", training.attention_softmax_in_fp32),
+            )
+            if is_given
+        ]
     if recompute.is_full and recompute.recompute_modules:
         found.append("--recompute-modules: no effect with --recompute-granularity full, which recomputes whole layers")
     if recompute.recompute_granularity is None:

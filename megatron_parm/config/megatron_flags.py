@@ -157,12 +157,9 @@ _TRAINING: dict[str, Entry] = (
     | _refused("not in this release; optimizer state is fp32", "use-precision-aware-optimizer")
 )
 
-_PRECISION: dict[str, Entry] = (
-    _ignored("it only kept fp16 in range", "apply-query-key-layer-scaling no-query-key-layer-scaling")
-    | _ignored("the attention kernel takes its softmax in fp32", "attention-softmax-in-fp32")
-    | _refused("not in this release; the residual stream has the precision of the model", "fp32-residual-connection")
-    | _refused("the loss is always computed in at least fp32; leave it out", "fp16-lm-cross-entropy")
-)
+_PRECISION: dict[str, Entry] = _ignored(
+    "it only kept fp16 in range", "apply-query-key-layer-scaling no-query-key-layer-scaling"
+) | _refused("the loss is always computed in at least fp32; leave it out", "fp16-lm-cross-entropy")
 
 _CHECKPOINT: dict[str, Entry] = (
     _refused("use --load DIR with --finetune", "pretrained-checkpoint")

@@ -281,5 +281,5 @@ def parse_run_config(
     notes += replica_remarks(
         config.replicas, config.loss_scale, config.training.precision, is_moe=config.moe is not None
     )
-    notes += checks_activations.remarks(config.recompute, config.moe is not None)
+    notes += checks_activations.remarks(config.recompute, config.training, config.moe is not None)
     return config, notes if config.moe is None else [*notes, *router_remarks(config.moe)]

@@ -40,6 +40,12 @@ class TrainingConfig:
         help="arithmetic of the model; fp16 and bf16 keep fp32 master weights, fp64 is for checks",
     )
     compile: bool = flag(False, help="compile norms and activations with torch.compile; the first steps take longer")
+    fp32_residual_connection: bool = flag(
+        False, help="with 16-bit precision: keep the residual stream, and the input of every norm, in fp32"
+    )
+    attention_softmax_in_fp32: bool = flag(
+        False, help="with 16-bit precision: compute attention from scores to weighted values in fp32, in every kernel"
+    )
     deterministic_mode: bool = flag(False, help="only deterministic kernels; slower")
     calculate_per_token_loss: bool = flag(
         False, help="weigh every counted token of a global batch alike, not every micro-batch"

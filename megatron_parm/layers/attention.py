@@ -25,6 +25,7 @@ class AttentionShape:
 
     `norm_of_heads` normalises each query and key head (`--qk-layernorm`), with `norms_heads_together` all of them as
     one vector. `window`: a query attends to itself and that many positions before it (`--window-size`).
+    `softmax_in_fp32`: scores, softmax and weighted values of 16-bit heads in fp32, whatever the kernel does.
     """
 
     hidden_size: int
@@ -40,6 +41,7 @@ class AttentionShape:
     norm_is_zero_centred: bool = False
     norms_heads_together: bool = False
     window: int | None = None
+    softmax_in_fp32: bool = False
 
 
 class SelfAttention(nn.Module):
@@ -122,6 +124,9 @@ class SelfAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, may_attend: Tensor | None) -> Tensor:
         """[s, b, heads or groups/tp, d] each -> [s, b, heads/tp * d]."""
+        dtype = query.dtype
+        if self.shape.softmax_in_fp32 and dtype.itemsize < torch.float32.itemsize:
+            query, key, value = query.float(), key.float(), value.float()
         attended = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),  # [b, heads/tp, s, d]
             key.permute(1, 2, 0, 3),  # [b, groups/tp, s, d]
@@ -131,7 +136,7 @@ class SelfAttention(nn.Module):
             is_causal=self.shape.is_causal and may_attend is None,
             enable_gqa=self.queries_a_group > 1,
         )  # [b, heads/tp, s, d]
-        return attended.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads/tp * d]
+        return attended.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, heads/tp * d]
 
     def _within_window(self, length: int, may_attend: Tensor | None, device: torch.device) -> Tensor:
         """`may_attend` (or the causal rule) less what lies further back than the window, [b or 1, 1, s, s]."""

@@ -21,6 +21,8 @@ class Norm(nn.Module):
     `is_zero_centred` stores weight - 1 (Megatron's `--apply-layernorm-1p`). `shared_over` is the axis whose ranks see
     different values, such as their own heads: the gradient of the weights is summed over it in the backward. With
     `is_partial_on_tp` they see their own slice of the sequence, and the gradients are summed once a step instead.
+    An input wider than the weights (a residual stream in fp32) is normalised in its own precision, then rounded to
+    theirs.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        weight = share(self.weight, self.shared_over)
+        weight = share(self.weight, self.shared_over).to(x.dtype)
         if self.is_zero_centred:
             weight = weight + 1
         if self.bias is None:
-            return self.kernels.rms_norm(x, weight, self.epsilon)
-        return self.kernels.layer_norm(x, weight, share(self.bias, self.shared_over), self.epsilon)
+            return self.kernels.rms_norm(x, weight, self.epsilon).to(self.weight.dtype)
+        bias = share(self.bias, self.shared_over).to(x.dtype)
+        return self.kernels.layer_norm(x, weight, bias, self.epsilon).to(self.weight.dtype)
 
 
 class RowNorm(nn.Module):

@@ -25,6 +25,11 @@ class FeedForwardMaker(Protocol):
         """A module [s, b, h] -> [s, b, h] identical on tp; slices [s/tp, b, h] under sequence parallelism."""
 
 
+def residual_dtype(shape: ModelShape, dtype: torch.dtype) -> torch.dtype:
+    """That of the activations between blocks (and stages) of a model of `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if shape.residual_in_fp32 else dtype
+
+
 def make_norm(shape: ModelShape, *, dtype: torch.dtype, device: torch.device, execution: Execution = PLAIN) -> Norm:
     """A norm over the hidden size, on activations that are identical on tp, or slices under sequence parallelism."""
     return Norm(
@@ -98,11 +103,11 @@ class TransformerBlock(nn.Module):
         normed = self.input_layernorm(x)
         with self._keeping(normed, self.input_layernorm, x):
             attended = self.self_attention(normed, rotation, may_attend)
-        x = self.dropout(attended) + (normed if self.residual_is_normed else x)
+        x = self.dropout(attended) + (normed.to(x.dtype) if self.residual_is_normed else x)
         normed = self.pre_mlp_layernorm(x)
         with self._keeping(normed, self.pre_mlp_layernorm, x):
             output: Tensor = self.mlp(normed)
-        return self.dropout(output) + (normed if self.residual_is_normed else x)
+        return self.dropout(output) + (normed.to(x.dtype) if self.residual_is_normed else x)
 
     def _keeping(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[object]:
         if self._keeps_normed or not torch.is_grad_enabled():

@@ -197,6 +197,8 @@ def model_shape(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> M
         ties_embeddings=not model.untie_embeddings_and_output_weights,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
+        residual_in_fp32=config.training.fp32_residual_connection,
+        softmax_in_fp32=config.training.attention_softmax_in_fp32,
         initialiser=_initialiser(config),
     )
 

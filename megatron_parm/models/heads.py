@@ -9,7 +9,7 @@ from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.embedding import PositionEmbedding, VocabularyEmbedding
 from megatron_parm.layers.initialise import Initialiser, attach
 from megatron_parm.layers.linear import column_product
-from megatron_parm.models.block import make_norm
+from megatron_parm.models.block import make_norm, residual_dtype
 from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.collectives import split
@@ -73,6 +73,7 @@ class TokenEmbedding(nn.Module):
         if shape.norm_placement == "post":
             self.layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
+        self.dtype = residual_dtype(shape, dtype)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
         """[b, s] each -> [s, b, h], identical on tp, or this rank's slice [s/tp, b, h].
@@ -85,7 +86,7 @@ class TokenEmbedding(nn.Module):
         if self.tokentype_embeddings is not None:
             types = torch.zeros_like(tokens) if token_types is None else token_types
             x = x + self.tokentype_embeddings(split(types.t(), self._sliced_over, 0))
-        output: Tensor = self.dropout(self.layernorm(x))
+        output: Tensor = self.dropout(self.layernorm(x).to(self.dtype))
         return output
 
 

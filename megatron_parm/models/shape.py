@@ -22,6 +22,7 @@ class ModelShape:
     `norms_heads_together`, `window`: see `AttentionShape`.
     `norm_placement` "post" normalises after each sum and after the embedding, and no more at the end, as BERT of 2018.
     `num_token_types` segments have an embedding of their own; 0 for none.
+    `residual_in_fp32` and `softmax_in_fp32`: parts that are computed in fp32 in a 16-bit model.
     """
 
     num_layers: int
@@ -51,6 +52,8 @@ class ModelShape:
     is_causal: bool = True
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
+    residual_in_fp32: bool = False
+    softmax_in_fp32: bool = False
     initialiser: Initialiser = field(default_factory=lambda: Initialiser("normal", 0.02))
 
     @property
@@ -70,6 +73,7 @@ class ModelShape:
             has_output_bias=self.has_bias,
             is_causal=self.is_causal,
             dropout=self.attention_dropout,
+            softmax_in_fp32=self.softmax_in_fp32,
             norm_of_heads=self.normalisation if self.has_norm_of_heads else None,
             norm_epsilon=self.norm_epsilon,
             norm_is_zero_centred=self.norm_is_zero_centred,

@@ -32,7 +32,7 @@ class TransformerStage(nn.Module):
         execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
-        self.shape, self.execution = shape, execution
+        self.shape, self.execution, self.dtype = shape, execution, dtype
         make_block = PostNormBlock if shape.norm_placement == "post" else TransformerBlock
         self.layers = nn.ModuleDict()
         for layer in layers:
@@ -57,7 +57,7 @@ class TransformerStage(nn.Module):
         """
         rotation = None
         if self.shape.positions == "rope":
-            rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, x.dtype)
+            rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, self.dtype)
         may_attend = None if attention_mask is None else self._may_attend(attention_mask)
         for names, runs_again in self.execution.groups(list(self.layers)):
             run = partial(self._run, names, rotation, may_attend)

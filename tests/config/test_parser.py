@@ -263,6 +263,10 @@ def test_notes_of_settings_that_do_less_than_one_may_think() -> None:
     assert notes_of("--recompute-granularity full --recompute-modules mlp") == [
         "--recompute-modules: no effect with --recompute-granularity full, which recomputes whole layers"
     ]
+    assert notes_of("--fp32-residual-connection") == [
+        "--fp32-residual-connection: no effect with --precision fp32, where nothing is narrower than fp32"
+    ]
+    assert notes_of("--bf16 --fp32-residual-connection --attention-softmax-in-fp32") == []
     assert notes_of("--num-query-groups 2") == ["--num-query-groups: no effect without --group-query-attention"]
     assert notes_of("--expert-tensor-parallel-size 2") == [
         "--expert-tensor-parallel-size: no effect without --num-experts"

@@ -42,7 +42,7 @@ def _run(pools: Pools, layout: Layout, argv: list[str]) -> list[Outcome]:
     layout=LAYOUTS,
     way=list(WAYS),
     schedule=["baseline", "s1", "s2"],
-    more=["", "--moe-expert-capacity-factor -1", "--sequence-parallel", "--precision bf16"],
+    more=["", "--moe-expert-capacity-factor -1", "--sequence-parallel", "--bf16 --fp32-residual-connection"],
     where=lambda layout, way, schedule, more: "factor" not in more or schedule != "s2",
 )
 def test_every_figure_and_every_bit_is_that_of_a_run_without(
