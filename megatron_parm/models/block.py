@@ -106,8 +106,9 @@ class TransformerBlock(nn.Module):
         x = self.dropout(attended) + (normed.to(x.dtype) if self.residual_is_normed else x)
         normed = self.pre_mlp_layernorm(x)
         with self._keeping(normed, self.pre_mlp_layernorm, x):
-            output: Tensor = self.mlp(normed)
-        return self.dropout(output) + (normed.to(x.dtype) if self.residual_is_normed else x)
+            made = self.mlp(normed)
+        output: Tensor = self.dropout(made) + (normed.to(x.dtype) if self.residual_is_normed else x)
+        return output
 
     def _keeping(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[object]:
         if self._keeps_normed or not torch.is_grad_enabled():
