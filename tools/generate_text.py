@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
 from megatron_parm.checkpoint.load import read_state
 from megatron_parm.config import checks
+from megatron_parm.config.parallel import ParallelConfig
 from megatron_parm.config.run import RunConfig, from_dict
 from megatron_parm.errors import ConfigError
 from megatron_parm.models.gpt import GPTModel
@@ -60,7 +61,7 @@ def for_sampling(config: RunConfig, flags: argparse.Namespace, world: int) -> Ru
     if config.bert is not None:
         raise ConfigError(f"--load {flags.load}: this is a BERT, which fills gaps and writes no text; load a GPT")
     parallel = replace(
-        config.parallel,
+        ParallelConfig(),
         tensor_model_parallel_size=flags.tensor_model_parallel_size,
         expert_model_parallel_size=flags.expert_model_parallel_size,
         expert_tensor_parallel_size=flags.expert_tensor_parallel_size,

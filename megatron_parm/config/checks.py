@@ -7,30 +7,12 @@ values, the rule, a value that would work. The rules keep the meaning of Megatro
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig
+from megatron_parm.config.numbers import common_divisors, divisors, one_of
 from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.ramp import RampUp
 from megatron_parm.config.training import TrainingConfig
 from megatron_parm.errors import ConfigError, LayoutError
-
-_MOST_NAMED = 8  # values that a message lists
-
-
-def divisors(number: int) -> list[int]:
-    """Every whole number that divides `number`, smallest first."""
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def one_of(numbers: list[int]) -> str:
-    """The numbers as a text: "1, 2 or 4"."""
-    named = [str(number) for number in numbers[:_MOST_NAMED]]
-    if len(named) < len(numbers):
-        return ", ".join(named) + " ..."
-    return " or ".join(filter(None, (", ".join(named[:-1]), named[-1]))) if named else "none"
-
-
-def common_divisors(first: int, second: int) -> list[int]:
-    """Every whole number that divides both."""
-    return [d for d in divisors(first) if second % d == 0]
 
 
 def check_ranks(parallel: ParallelConfig, num_experts: int | None, world: int) -> None:
@@ -41,11 +23,6 @@ def check_ranks(parallel: ParallelConfig, num_experts: int | None, world: int) -
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} must divide the "
             f"{world} ranks of the run; start a multiple of {tp * pp} ranks, or use sizes whose product is "
             f"{one_of(divisors(world))}"
-        )
-    if pp > 1:
-        raise LayoutError(
-            f"--pipeline-model-parallel-size {pp}: pipeline stages are not in this release; use "
-            "--pipeline-model-parallel-size 1 and share the model with --tensor-model-parallel-size"
         )
     ep = parallel.expert_model_parallel_size
     if num_experts is None:
@@ -233,8 +210,11 @@ def _check_chunks(moe: MoEConfig) -> None:
         )
 
 
-def check_batches(training: TrainingConfig, parallel: ParallelConfig, world: int) -> None:
-    """Check that the global batch is cut into equal micro-batches."""
+def check_batches(training: TrainingConfig, parallel: ParallelConfig, world: int) -> tuple[list[int], int]:
+    """Check that every global batch is cut into equal micro-batches.
+
+    Returns every global batch size of the run, and the sequences of one micro-batch over all data-parallel ranks.
+    """
     micro, whole, tp = training.micro_batch_size, training.global_batch_size, parallel.tensor_model_parallel_size
     dp = world // tp // parallel.pipeline_model_parallel_size
     step = micro * dp
@@ -247,11 +227,35 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world: int
             f"{one_of(near)}{other}"
         )
     size = whole or step
+    sizes = _check_ramp(training, size, step)
     if training.train_samples is not None and training.train_samples < size:
         raise ConfigError(
             f"--train-samples {training.train_samples} is less than one global batch of {size} samples; use "
             f"--train-samples {size} or more, or a smaller --global-batch-size"
         )
+    return sizes, step
+
+
+def _check_ramp(training: TrainingConfig, full: int, step: int) -> list[int]:
+    """Every global batch size of the run."""
+    ramp = RampUp.of(training.rampup_batch_size, full)
+    if ramp is None:
+        return [full]
+    words = " ".join(training.rampup_batch_size)
+    if training.train_iters is not None:
+        raise ConfigError(
+            f"--rampup-batch-size {words} with --train-iters {training.train_iters}: a growing batch is counted in "
+            "samples; give the length of the run with --train-samples"
+        )
+    uneven = [size for size in ramp.sizes if size % step]
+    if uneven:
+        start, increment = -(-ramp.start // step) * step, -(-ramp.increment // step) * step
+        raise ConfigError(
+            f"--rampup-batch-size {words}: the batch of {uneven[0]} samples is no multiple of {step}, one micro-batch "
+            f"on every data-parallel rank; use --rampup-batch-size {start} {increment} {ramp.samples}, with a "
+            f"--global-batch-size of {start} plus a multiple of {increment}"
+        )
+    return ramp.sizes
 
 
 def check_length(training: TrainingConfig, optim: OptimConfig) -> None:

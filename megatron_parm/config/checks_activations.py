@@ -1,6 +1,6 @@
 """Rules about which activations a rank holds and keeps. Floor 1; `checks.py` says what a rule is."""
 
-from megatron_parm.config.checks import divisors, one_of
+from megatron_parm.config.numbers import divisors, one_of
 from megatron_parm.config.parallel import ParallelConfig
 from megatron_parm.config.recompute import MODULES, RecomputeConfig
 from megatron_parm.config.training import TrainingConfig

@@ -1,9 +1,9 @@
 """The rules of the router, the shared expert and upcycling, beside those of `checks.py`. Floor 1."""
 
 from megatron_parm.config.checkpoint import CheckpointConfig
-from megatron_parm.config.checks import divisors, one_of
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig
+from megatron_parm.config.numbers import divisors, one_of
 from megatron_parm.errors import ConfigError
 
 

@@ -70,7 +70,6 @@ _OVERLAP = "overlap is chosen by the code, with the same results"
 _ONE_FORMAT = "there is one checkpoint format, sharded and loadable by any layout"
 _NOT_LOGGED = "not in this release; nothing else changes"
 _ALWAYS_LOGGED = "TensorBoard always gets it"
-_ONE_STAGE = "pipeline stages are not in this release; use tensor and expert parallelism"
 _NOT_YET = "not in this release; leave it out"
 _SHARDED = "not in this release; shard the model with --tensor-model-parallel-size and the expert sizes"
 _PREPROCESS = "a flag of tools/preprocess_data.py, not of a training run"
@@ -127,8 +126,8 @@ _MODEL: dict[str, Entry] = (
 
 _TRAINING: dict[str, Entry] = (
     _refused(
-        "not in this release; use a fixed --global-batch-size",
-        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+        "not in this release; use a fixed --global-batch-size, or --rampup-batch-size",
+        "step-batch-size-schedule decrease-batch-size-if-needed",
     )
     | _ignored(_WHOLE_SAVED, "distribute-saved-activations distribute-checkpointed-activations")
     | _ignored(
@@ -188,14 +187,19 @@ _CHECKPOINT: dict[str, Entry] = (
 
 _DISTRIBUTED: dict[str, Entry] = (
     _refused(
-        _ONE_STAGE,
-        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-        "microbatch-group-size-per-virtual-pipeline-stage decoder-first-pipeline-num-layers "
-        "decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
-        "pipeline-model-parallel-layout standalone-embedding-stage pipeline-model-parallel-split-rank",
+        "not in this release; say how many layers the ends hold with --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split pipeline-model-parallel-layout "
+        "standalone-embedding-stage",
+    )
+    | _refused("there is no encoder beside the decoder; leave it out", "pipeline-model-parallel-split-rank")
+    | _ignored(
+        "micro-batches go through the virtual stages in groups of about the pipeline size",
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "one",
     )
     | _ignored(
-        "there is one pipeline stage",
+        "activations travel whole between stages, while other micro-batches are computed",
         "no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p overlap-p2p-communication "
         "no-overlap-p2p-communication",
     )

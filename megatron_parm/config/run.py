@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_parm.config import checks, checks_activations, checks_router
+from megatron_parm.config import checks, checks_activations, checks_pipeline, checks_router
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
@@ -24,6 +24,7 @@ from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig, RouterDtype
 from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.ramp import RampUp
 from megatron_parm.config.recompute import RecomputeConfig
 from megatron_parm.config.replicas import ReplicaConfig
 from megatron_parm.config.training import TrainingConfig
@@ -97,9 +98,16 @@ class RunConfig:
         return size
 
     @property
+    def ramp(self) -> RampUp | None:
+        """How the global batch grows, if it does. Only of a resolved config. Raises ConfigError."""
+        return RampUp.of(self.training.rampup_batch_size, self.global_batch_size)
+
+    @property
     def train_iterations(self) -> int:
         """Optimizer steps of the run; 0 if it has no length (evaluation only). Only of a resolved config."""
         if self.training.train_samples is not None:
+            if self.ramp is not None:
+                return self.ramp.iterations(self.training.train_samples)
             return self.training.train_samples // self.global_batch_size
         return self.training.train_iters or 0
 
@@ -112,6 +120,7 @@ def check_run(config: RunConfig, world: int) -> None:
     tp = parallel.tensor_model_parallel_size
     checks.check_ranks(parallel, None if moe is None else moe.num_experts, world)
     checks.check_model(model, tp, config.data.seq_length, has_dense_layer=not all(config.moe_layers))
+    checks_pipeline.check_stages(parallel, model.num_layers)
     if moe is not None:
         checks.check_experts(moe, model, config.esp)
         checks_router.check_router(moe)
@@ -120,7 +129,8 @@ def check_run(config: RunConfig, world: int) -> None:
         checks.check_schedule(moe, tp, config.esp, config.data.seq_length * config.training.micro_batch_size)
     checks_activations.check_sequence_parallel(parallel, config.data.seq_length)
     checks_activations.check_recompute(config.recompute)
-    checks.check_batches(config.training, parallel, world)
+    batch_sizes, at_once = checks.check_batches(config.training, parallel, world)
+    checks_pipeline.check_micro_batches(parallel, model.num_layers, batch_sizes, at_once)
     checks.check_length(config.training, config.optim)
     checks.check_optim(config.optim)
     check_replicas(config.replicas, config.training.precision)
@@ -129,6 +139,7 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_checkpoint(config.checkpoint)
     if config.bert is not None:
         check_bert(config.model, config.data)
+        checks_pipeline.check_one_stage(parallel, "a BERT")
     check_logs(config.logging)
 
 

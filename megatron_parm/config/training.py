@@ -22,6 +22,9 @@ class TrainingConfig:
         at_least=0,
         zero_means="micro-batch size x data-parallel size",
     )
+    rampup_batch_size: tuple[str, ...] = flag(
+        (), help="let the global batch grow: its size at the start, the increment, the samples over which it grows"
+    )
     train_iters: int | None = flag(None, help="length of the run", unit="iterations", at_least=1)
     train_samples: int | None = flag(None, help="length of the run", unit="samples", at_least=1)
     exit_interval: int | None = flag(

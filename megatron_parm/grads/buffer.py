@@ -105,6 +105,16 @@ class GradientBuffers:
         """The accumulated gradient of the parameter called `name`, in its shape; it shares the buffer's memory."""
         return self._views[name]
 
+    def collect(self) -> None:
+        """Take in gradients of 16-bit parameters that were set without autograd's hooks: by a pass over weights alone.
+
+        A gradient of float32 or float64 is added to its view of the buffer by whoever computes it.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.dtype != self._views[name].dtype:
+                self._views[name].add_(parameter.grad)
+                parameter.grad = None
+
     def expect_attached(self) -> None:
         """Check that autograd still accumulates into the buffers; AssertionError names a parameter that left."""
         for name, parameter in self.parameters.items():

@@ -45,7 +45,7 @@ class BuiltModel:
 
     @property
     def moe_layers(self) -> list[MoELayer]:
-        """The MoE layers of this stage, in order."""
+        """The MoE layers of this rank, in order."""
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]
 
     def balance_experts(self, summary: RoutingSummary, rate: float) -> None:
@@ -90,6 +90,7 @@ def build_gpt(
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
         device=ctx.device,
+        parts=config.parallel.stages(config.model.num_layers)[ctx.pp.rank :: ctx.pp.size],
         execution=execution,
     )
     initialise_weights(model, config.training.seed)

@@ -1,5 +1,6 @@
-"""The blocks that one pipeline stage holds, under their global numbers. Floor 6."""
+"""The blocks that a pipeline rank holds, under their global numbers. Floor 6."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from megatron_parm.parallel.context import Axis
 
 
 class TransformerStage(nn.Module):
-    """Blocks `layers` of a transformer; the stage with the last one ends with the final norm.
+    """Blocks `layers` of a transformer; the rank with the last one holds the final norm too.
 
     Blocks are named by their number in the whole model (`layers.7.`), so every layout has the same parameter names.
     """
@@ -22,7 +23,7 @@ class TransformerStage(nn.Module):
     def __init__(
         self,
         shape: ModelShape,
-        layers: range,
+        layers: Sequence[int],
         feed_forward: FeedForwardMaker,
         *,
         tp: Axis,
@@ -46,11 +47,15 @@ class TransformerStage(nn.Module):
                 execution=execution,
             )
         self.final_layernorm: nn.Module = nn.Identity()
-        if layers.stop == shape.num_layers and shape.norm_placement == "pre":
+        if shape.num_layers - 1 in layers and shape.norm_placement == "pre":
             self.final_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
 
-    def forward(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]; of slices [s/tp, b, h] under sequence parallelism.
+    def forward(
+        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layers: range | None = None
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h] through `layers` (default: all that are held), the final norm after the last layer.
+
+        Slices [s/tp, b, h] under sequence parallelism.
 
         `position_ids` [b, s] and `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, are those
         of the whole sequence.
@@ -59,11 +64,11 @@ class TransformerStage(nn.Module):
         if self.shape.positions == "rope":
             rotation = make_rotation(self.shape.rotary, self.shape.head_dim, position_ids, self.dtype)
         may_attend = None if attention_mask is None else self._may_attend(attention_mask)
-        for names, runs_again in self.execution.groups(list(self.layers)):
+        held = list(self.layers) if layers is None else [str(layer) for layer in layers]
+        for names, runs_again in self.execution.groups(held):
             run = partial(self._run, names, rotation, may_attend)
             x = self.execution.recomputation(run, x, is_local=False) if runs_again else run(x)
-        output: Tensor = self.final_layernorm(x)
-        return output
+        return self.final_layernorm(x) if held[-1] == str(self.shape.num_layers - 1) else x
 
     def _run(self, names: list[str], rotation: Rotation | None, may_attend: Tensor | None, x: Tensor) -> Tensor:
         for name in names:

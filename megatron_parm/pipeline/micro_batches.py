@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_parm.config.ramp import RampUp
 from megatron_parm.errors import ConfigError
 
 
@@ -9,12 +10,15 @@ from megatron_parm.errors import ConfigError
 class BatchPlan:
     """The global batch of every step, cut into micro-batches of `micro_batch_size` sequences on each dp rank.
 
+    With `ramp` the batch grows to `global_batch_size`; every size on the way must be cut evenly, too.
+
     Raises ConfigError, in the user's flags, for sizes that do not fit.
     """
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
+    ramp: RampUp | None = None
 
     def __post_init__(self) -> None:
         for flag, size in (
@@ -34,10 +38,12 @@ class BatchPlan:
             )
 
     @staticmethod
-    def of(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> "BatchPlan":
+    def of(
+        global_batch_size: int, micro_batch_size: int, data_parallel_size: int, ramp: RampUp | None = None
+    ) -> "BatchPlan":
         """The plan for these flags; --global-batch-size 0 (not given) makes a step one micro-batch on every dp rank."""
         size = global_batch_size or micro_batch_size * data_parallel_size
-        return BatchPlan(size, micro_batch_size, data_parallel_size)
+        return BatchPlan(size, micro_batch_size, data_parallel_size, ramp)
 
     @property
     def sequences_at_once(self) -> int:
@@ -46,11 +52,22 @@ class BatchPlan:
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Sequences in the step that starts after `consumed_samples`."""
-        return self.global_batch_size
+        return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed_samples)
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
         """Micro-batches on each dp rank in the step that starts after `consumed_samples`."""
         return self.global_batch_size_at(consumed_samples) // self.sequences_at_once
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches on each dp rank in a step of the full global batch."""
+        return self.global_batch_size // self.sequences_at_once
+
+    def samples_of(self, iterations: int, consumed_samples: int) -> int:
+        """Samples that the next `iterations` steps take after `consumed_samples`."""
+        if self.ramp is None:
+            return iterations * self.global_batch_size
+        return self.ramp.samples_of(iterations, consumed_samples)
 
     def _working_micro_batch(self) -> str:
         """A smaller micro-batch that would fit this global batch, as the end of a sentence."""

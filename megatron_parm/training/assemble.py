@@ -37,8 +37,10 @@ from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
 from megatron_parm.training.cost_model import cost_model_for
 from megatron_parm.training.family import ModelFamily
+from megatron_parm.training.forward_backward import ForwardBackward
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.objective import Objective
+from megatron_parm.training.pipelined import stages_of_run
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
 from megatron_parm.training.updates import make_updates
@@ -61,6 +63,7 @@ class Assembly:
     reduction: GradientReduction
     optimizer: Optimizer
     loss_scale: LossScale
+    forward_backward: ForwardBackward
     random_states: RandomStates
     flop_shape: TransformerShape
     schedule_check: ScheduleCheck | None = None
@@ -159,9 +162,9 @@ def assemble(
     """
     tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
     training = config.training
-    plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size)
+    plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size, config.ramp)
     schedule = on_all_ranks(ctx.world, lambda: make_schedule(config))
-    requests = _requests(config, start or RunProgress())
+    requests = _requests(config, plan, start or RunProgress())
     datasets = on_all_ranks(ctx.world, lambda: family.build_datasets(config, tokenizer, vocab_size, requests))
     for summary in datasets.summaries:
         log.say(f" > {summary}")
@@ -173,6 +176,7 @@ def assemble(
     use_kernels(built.model, accelerators.norms, compiles=training.compile)
     log.say(f" > {accelerators.report}" + (", compiled" if training.compile else ""))
     updates = make_updates(config, built, ctx)
+    objective = family.objective(config)
     return Assembly(
         config=config,
         ctx=ctx,
@@ -180,13 +184,14 @@ def assemble(
         tokenizer=tokenizer,
         plan=plan,
         schedule=schedule,
-        objective=family.objective(config),
+        objective=objective,
         datasets=datasets,
         built=built,
         buffers=updates.buffers,
         reduction=updates.reduction,
         optimizer=updates.optimizer,
         loss_scale=updates.loss_scale,
+        forward_backward=stages_of_run(config, built, updates.buffers, objective, ctx),
         random_states=random_states,
         flop_shape=_flop_shape(config, padded, is_causal=family.is_causal),
         schedule_check=_schedule_check(config, ctx, built),
@@ -230,7 +235,9 @@ def count_parameters(built: BuiltModel, ctx: ParallelContext) -> ParameterCounts
     """Parameters of the whole model, and of the fullest rank. Call on all ranks."""
     parameters = list(built.model.parameters())
     held = torch.tensor([sum(p.numel() for p in parameters)], device=ctx.device)
-    total = sum(prod(spec_of(p).global_shape) for p in parameters)
+    specs = [spec for p in parameters if not ((spec := spec_of(p)).is_tied and ctx.ends.rank > 0)]
+    stage = torch.tensor([sum(prod(spec.global_shape) for spec in specs)], device=ctx.device)
+    total = int(transport.sum_over(stage, ctx.pp).item())
     return ParameterCounts(total=total, per_rank=int(transport.max_over(held, ctx.world).item()))
 
 
@@ -240,20 +247,23 @@ def named_layout(ctx: ParallelContext) -> dict[str, int]:
     return {name: sizes[name] for name in ("world", "tp", "pp", "ep", "esp", "dp", "edp")}
 
 
-def _requests(config: RunConfig, start: RunProgress) -> tuple[int, int, int]:
+def _requests(config: RunConfig, plan: BatchPlan, start: RunProgress) -> tuple[int, int, int]:
     """Samples of train, valid and test."""
     training = config.training
-    train, *held_out = split_requests(
+    train, valid, test = split_requests(
         config.global_batch_size,
         training.eval_interval,
         training.eval_iters,
         training.train_iters,
         training.train_samples,
     )
+    if config.ramp is not None:  # more, smaller steps than train samples / global batch
+        evaluations = config.train_iterations // training.eval_interval + 1
+        valid = evaluations * training.eval_iters * config.global_batch_size
     # after a resume with a smaller global batch more samples are behind than so many iterations of today's size
-    to_come = max(0, config.train_iterations - start.iteration) * config.global_batch_size
+    to_come = plan.samples_of(max(0, config.train_iterations - start.iteration), start.consumed_train_samples)
     train = 0 if training.skip_train else max(train, start.consumed_train_samples + to_come)
-    return train, held_out[0], held_out[1]
+    return train, valid, test
 
 
 def _flop_shape(config: RunConfig, vocabulary_rows: int, *, is_causal: bool) -> TransformerShape:

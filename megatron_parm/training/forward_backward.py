@@ -1,6 +1,6 @@
 """Forward and backward of all micro-batches of a step: the seam between the loop and how the stages run. Floor 7."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,13 @@ class ForwardBackward(Protocol):
         `divisors` float64 [k] each, for the k losses of the objective. Every gradient is that of the sum of all k (and
         of the balance losses, averaged over the micro-batches) times `loss_scale`. Call on all ranks of the stage and
         of pp; gradients are not reduced yet.
+        """
+
+    def evaluate(self, batches: Iterator[Batch], num_batches: int) -> Tensor:
+        """[2, k] in float64: the sum of each loss over the next `num_batches` of `batches`, and its count.
+
+        The same on all stages. Dropout is off meanwhile and draws nothing; the model is left in training mode. Call on
+        all ranks of the stage and of pp.
         """
 
 
@@ -45,6 +52,7 @@ class SingleStage:
         self._model = model
         self._balance_scale = balance_scale
         self._objective = objective
+        self._device = next(model.parameters(), torch.empty(0)).device
 
     def run(self, micro_batches: Sequence[Batch], divisors: Sequence[Tensor], *, loss_scale: float = 1.0) -> Tensor:
         """As `ForwardBackward.run` says."""
@@ -58,3 +66,15 @@ class SingleStage:
                 (loss * loss_scale if loss_scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             total += losses.detach()
         return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], num_batches: int) -> Tensor:
+        """As `ForwardBackward.evaluate` says."""
+        self._model.eval()
+        sums = torch.zeros(2, len(self._objective.names), dtype=torch.float64, device=self._device)
+        for _ in range(num_batches):
+            batch = to_device(next(batches), self._device)
+            losses = self._objective.sums(self._model, batch)  # [k]
+            sums += torch.stack([losses.double(), self._objective.counts(batch)])  # [2, k]
+        self._model.train()
+        return sums

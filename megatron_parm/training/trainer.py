@@ -33,7 +33,6 @@ from megatron_parm.parallel import transport
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
 from megatron_parm.training.evaluate import evaluate
-from megatron_parm.training.forward_backward import SingleStage
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, load_run, save_run
 from megatron_parm.training.schedule_check import ScheduleTrial
@@ -69,7 +68,7 @@ class Trainer:
             partial(transport.barrier, run.ctx.world) if waits else do_nothing,
         )
         self._step = TrainStep(
-            SingleStage(run.built.model, run.built.balance_scale, run.objective, trace=run.ctx.trace),
+            run.forward_backward,
             run.buffers,
             run.optimizer,
             run.ctx,
@@ -249,14 +248,14 @@ class Trainer:
             progress.consumed_valid_samples, self._valid_batches = 0, None
         if self._valid_batches is None:
             self._valid_batches = run.batches(run.datasets.valid, progress.consumed_valid_samples)
-        losses = evaluate(run.built.model, self._valid_batches, self._evaluation_batches, run.ctx, run.objective)
+        losses = evaluate(run.forward_backward, self._valid_batches, self._evaluation_batches, run.ctx)
         progress.consumed_valid_samples += num_samples
         self._record_evaluation(run.objective.named(losses), "valid", place)
 
     @property
     def _evaluation_batches(self) -> int:
         """Micro-batches that each data-parallel rank reads for one evaluation."""
-        return self.run.config.training.eval_iters * self.run.plan.num_micro_batches_at(0)
+        return self.run.config.training.eval_iters * self.run.plan.num_micro_batches
 
     def _evaluate_at_the_end(self) -> None:
         run = self.run
@@ -264,7 +263,7 @@ class Trainer:
         self._evaluate_valid(f"iteration {self.progress.iteration} on validation set")
         if run.datasets.test is not None and run.config.training.eval_iters > 0:
             batches = run.batches(run.datasets.test, 0)
-            losses = evaluate(run.built.model, batches, self._evaluation_batches, run.ctx, run.objective)
+            losses = evaluate(run.forward_backward, batches, self._evaluation_batches, run.ctx)
             self._record_evaluation(
                 run.objective.named(losses), "test", f"iteration {self.progress.iteration} on test set"
             )

@@ -30,7 +30,6 @@ LAYOUTS = [
     (4, "--tensor-model-parallel-size 3", ["3", "4 ranks"]),
     (4, "--tensor-model-parallel-size 8", ["8", "4 ranks"]),
     (4, "--pipeline-model-parallel-size 3", ["3", "must divide the 4 ranks"]),
-    (4, "--pipeline-model-parallel-size 2", ["not in this release", "--pipeline-model-parallel-size 1"]),
     (2, "--expert-model-parallel-size 2", ["--expert-model-parallel-size 2", "none", "--num-experts"]),
 ]
 

@@ -22,6 +22,7 @@ PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "t
 SPECIAL = {"moe_pipeline_chunks": st.sampled_from(["auto", "1", "3"])}
 SPECIAL["recompute_modules"] = st.lists(st.sampled_from(["moe", "mlp"]))
 SPECIAL |= {name: st.lists(TEXT.map("x".__add__)) for name in PATHS}
+SPECIAL["rampup_batch_size"] = st.lists(st.integers(1, 99).map(str), max_size=3)
 
 
 def _number(flag: Flag) -> st.SearchStrategy[object]:

@@ -48,7 +48,7 @@ def build(
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
         device=CPU,
-        layers=layers,
+        parts=None if layers is None else [layers],
         execution=execution,
     )
     initialise_weights(model, seed=7)

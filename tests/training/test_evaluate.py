@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parm.data.batches import Batch
+from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.evaluate import evaluate
+from megatron_parm.training.forward_backward import SingleStage
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.training.runs import DROPOUT, MOE, flags, run_training
@@ -44,7 +46,7 @@ FULL = _batch([10.0] * 9 + [50.0], [1] * 9 + [0])
 def _evaluate(ctx: ParallelContext) -> tuple[tuple[float, ...], list[bool], bool]:
     model = Echo()
     batches = iter([LIGHT, FULL]) if ctx.dp.size == 1 else iter([(LIGHT, FULL)[ctx.rank]])
-    return evaluate(model, batches, 2 // ctx.dp.size, ctx), model.modes, model.training
+    return evaluate(SingleStage(model, BackwardScale()), batches, 2 // ctx.dp.size, ctx), model.modes, model.training
 
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2)], ids=str)
@@ -56,12 +58,14 @@ def test_each_counted_token_weighs_alike(pools: Pools, layout: Layout) -> None:
 
 
 def test_nothing_counted_is_a_loss_of_0() -> None:
-    assert evaluate(Echo(), iter([_batch([3.0], [0])]), 1, ParallelContext.single()) == (0.0,)
+    assert evaluate(SingleStage(Echo(), BackwardScale()), iter([_batch([3.0], [0])]), 1, ParallelContext.single()) == (
+        0.0,
+    )
 
 
 def test_it_reads_no_more_than_it_was_asked_to() -> None:
     batches = chain([LIGHT, FULL], iter(()))
-    evaluate(Echo(), batches, 1, ParallelContext.single())
+    evaluate(SingleStage(Echo(), BackwardScale()), batches, 1, ParallelContext.single())
     assert next(batches) is FULL
 
 
