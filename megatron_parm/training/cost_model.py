@@ -13,6 +13,8 @@ from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.transport import broadcast_text
 
+POOR_R2 = 0.9  # of a fit; a line over times that only scatter has about 0
+
 
 def cost_model_for(config: RunConfig, ctx: ParallelContext, log: Log) -> CostModel:
     """The cost model of this run. Call on all ranks; all get the same one.
@@ -21,7 +23,9 @@ def cost_model_for(config: RunConfig, ctx: ParallelContext, log: Log) -> CostMod
     published constants without the flag, or where nothing is to be chosen.
     """
     moe = config.moe
-    if moe is None or moe.moe_cost_model is None or moe.moe_schedule != "auto" or ctx.world.size == 1:
+    if moe is None or moe.moe_cost_model is None or ctx.world.size == 1:
+        return PUBLISHED
+    if moe.moe_schedule != "auto" and moe.pipeline_chunks is not None:
         return PUBLISHED
     path, key = Path(moe.moe_cost_model), cluster_key(ctx)
 
@@ -38,4 +42,11 @@ def cost_model_for(config: RunConfig, ctx: ParallelContext, log: Log) -> CostMod
     on_all_ranks(ctx.world, lambda: keep_model(path, key, model) if ctx.rank == 0 else None)
     for name, line in model.lines.items():
         log.say(f" >   {name}: {line.alpha:.3f} ms + {line.beta * 1e6:.3g} ms per million, r2 {line.r2:.4f}")
+    poor = [f"{name} (r2 {line.r2:.2f})" for name, line in model.lines.items() if line.r2 < POOR_R2]
+    if poor:
+        log.warn(
+            f"--moe-cost-model {path}: the measured times of {', '.join(poor)} do not lie on a line (r2 below "
+            f"{POOR_R2:g}), so predictions are rough; delete {key} there to measure on a quieter machine, or "
+            "let --moe-schedule-check try the candidates"
+        )
     return model

@@ -24,7 +24,8 @@ LAYOUT = Layout(2, tp=2, esp=2)
 KEY = "cpu:2:tp2-ep1-esp2"
 SIZES = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
 KEPT = replace(PUBLISHED, source="kept", chunk_ms=3.0)
-MEASURED = replace(PUBLISHED, source="measured", chunk_ms=5.0)
+POOR = {"all_gather": replace(PUBLISHED.lines["all_gather"], r2=0.31)}
+MEASURED = replace(PUBLISHED, source="measured", chunk_ms=5.0, lines={**PUBLISHED.lines, **POOR})
 
 
 def _look_up(ctx: ParallelContext, argv: list[str], measured: bool = False) -> dict[str, Any]:
@@ -97,8 +98,16 @@ def test_a_missing_entry_is_measured_and_added_by_rank_0(pools: Pools, tmp_path:
     assert f"{file} has no cost model for {KEY}: measuring" in found[0]["said"] and found[1]["said"] == ""
     assert "all_to_all: 0.175 ms + 0.306 ms per million, r2 1.0000" in found[0]["said"]
     assert "experts: 0.092 ms + 4.42e-05 ms per million" in found[0]["said"]
+    assert "the measured times of all_gather (r2 0.31) do not lie on a line" in found[0]["said"]
     kept = read_models(file)
     assert kept.keys() == {"cpu:8:tp2-ep1-esp2", KEY} and kept[KEY].chunk_ms == 5.0
+
+
+def test_chunks_of_a_fixed_schedule_are_chosen_by_the_file(pools: Pools, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    keep_model(file, KEY, KEPT)
+    for found in _run(pools, MOE, f"--moe-schedule s1 --moe-pipeline-chunks auto --moe-cost-model {file}"):
+        assert found["model"] == replace(KEPT, source="kept (cluster.json)")
 
 
 def test_a_damaged_file_stops_every_rank(pools: Pools, tmp_path: Path) -> None:
