@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_parm.layers.initialise import initialise_weights
 from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import make_feed_forward
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
 from tests.models.gpt_cases import CPU, SINGLE, small_shape
@@ -19,17 +20,22 @@ def bert_shape(**changes: object) -> ModelShape:
 
 
 def build_bert_model(
-    shape: ModelShape, tp: Axis = SINGLE, dtype: torch.dtype = torch.float32, has_order_head: bool = True
+    shape: ModelShape,
+    tp: Axis = SINGLE,
+    dtype: torch.dtype = torch.float32,
+    has_order_head: bool = True,
+    execution: Execution = PLAIN,
 ) -> BertModel:
     """The dense BERT of `shape` with weights of seed 7."""
     model = BertModel(
         shape,
-        lambda layer: make_feed_forward(shape, tp=tp, dtype=dtype, device=CPU),
+        lambda layer: make_feed_forward(shape, tp=tp, dtype=dtype, device=CPU, execution=execution),
         tp=tp,
-        generator=torch.Generator().manual_seed(5),
+        generator=None if execution.sequence_parallel else torch.Generator().manual_seed(5),
         dtype=dtype,
         device=CPU,
         has_order_head=has_order_head,
+        execution=execution,
     )
     initialise_weights(model, seed=7)
     return model

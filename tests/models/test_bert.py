@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_parm.models import bert
 from megatron_parm.models.bert import BertOutput
+from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.parallel.collectives import share
 from megatron_parm.parallel.context import ParallelContext
 from tests.harness.layouts import Layout
@@ -24,20 +25,28 @@ def _weighted(losses: Tensor) -> Tensor:
     return (losses * torch.arange(1.0, 1 + losses.numel()).view(losses.shape)).sum()
 
 
-def run_model(ctx: ParallelContext, name: str, has_order_head: bool) -> tuple[list[Tensor], dict[str, Box]]:
+def run_model(
+    ctx: ParallelContext, name: str, has_order_head: bool, execution: Execution = PLAIN
+) -> tuple[list[Tensor], dict[str, Box]]:
     """Losses of both heads and every gradient of this rank, with a weight for each loss."""
-    model = build_bert_model(SHAPES[name], ctx.tp, torch.float64, has_order_head)
+    model = build_bert_model(SHAPES[name], ctx.tp, torch.float64, has_order_head, execution)
     randomise_vectors(model)
-    output = model(*bert_batch(13).everything)
+    output = model(*bert_batch(13, length=8).everything)
     losses = [output.words] if output.order is None else [output.words, output.order]
     sum(map(_weighted, losses)).backward()  # type: ignore[union-attr]
-    return [loss.detach() for loss in losses], boxes_of(model)
+    return [loss.detach() for loss in losses], boxes_of(model, ctx.tp)
 
 
-@pytest.mark.cover(layout=TP_LAYOUTS, name=list(SHAPES), has_order_head=(True, False))
-def test_cut_over_tp_equals_one_process(pools: Pools, layout: Layout, name: str, has_order_head: bool) -> None:
+WAYS = [PLAIN, Execution(sequence_parallel=True)]
+
+
+@pytest.mark.cover(layout=TP_LAYOUTS, name=list(SHAPES), has_order_head=(True, False), sliced=(0, 1))
+def test_cut_over_tp_equals_one_process(
+    pools: Pools, layout: Layout, name: str, has_order_head: bool, sliced: int
+) -> None:
+    """Whole sequences on each rank, and slices up to the heads."""
     whole, gradients = pools.run(Layout(1), run_model, name, has_order_head)[0]
-    parts = pools.run(layout, run_model, name, has_order_head)
+    parts = pools.run(layout, run_model, name, has_order_head, WAYS[sliced])
     assert len(whole) == 1 + has_order_head
     for losses, _ in parts:
         for loss, wanted in zip(losses, whole, strict=True):
