@@ -49,16 +49,6 @@ def check_stages(parallel: ParallelConfig, num_layers: int) -> None:
     _check_virtual_stages(parallel, num_layers)
 
 
-def check_one_stage(parallel: ParallelConfig, what: str) -> None:
-    """Check that a model which cannot be cut into stages is not. Raises LayoutError."""
-    pp = parallel.pipeline_model_parallel_size
-    if pp > 1:
-        raise LayoutError(
-            f"--pipeline-model-parallel-size {pp}: {what} is not cut into pipeline stages in this release; use "
-            "--pipeline-model-parallel-size 1 and share the layers with --tensor-model-parallel-size"
-        )
-
-
 def _check_no_pipeline(parallel: ParallelConfig) -> None:
     given = [
         f"{flag} {value}"

@@ -3,6 +3,7 @@
 Source: Devlin et al. 2018; Shoeybi et al. 2019, section 5.3 (the pre-norm layout). Names as in Megatron-Core.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from megatron_parm.models.shape import ModelShape
 from megatron_parm.models.stage import TransformerStage
 from megatron_parm.parallel.collectives import all_gather
 from megatron_parm.parallel.context import Axis
+from megatron_parm.parallel.sharding import tie
 from megatron_parm.shapes import expect_shape
 
 
@@ -32,12 +34,14 @@ class BertOutput:
 
 
 class BertModel(nn.Module):
-    """Embedding, blocks `layers`, heads; `layers` decides whether this is the first, the last or the only stage.
+    """Embedding, blocks, heads, or the parts of them that a pipeline rank holds.
 
-    Weights are uninitialised: call `initialise_weights`. A last stage that is not the first holds a copy of the word
-    embedding under the same name; the gradients of both are to be summed. `generator` is the stream of dropout on
-    activations that are identical on tp; None under sequence parallelism, which ends where the blocks end: the heads
-    see whole sequences. `has_order_head`: two segments, and a head for their order.
+    `parts` are the layers of each of the rank's stages, in order; default: the whole model. The stage with layer 0
+    embeds, the one with the last layer has the heads; where they are on two ranks, the last one holds a copy of the
+    word embedding under the same name, and the gradients of both are to be summed (`tie`). Weights are uninitialised:
+    call `initialise_weights`. `generator` is the stream of dropout on activations that are identical on tp; None under
+    sequence parallelism, which ends where the blocks end: the heads see whole sequences. `has_order_head`: two
+    segments, and a head for their order.
     """
 
     def __init__(
@@ -50,46 +54,61 @@ class BertModel(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         has_order_head: bool = True,
+        parts: Sequence[range] | None = None,
         execution: Execution = PLAIN,
     ) -> None:
         super().__init__()
         assert not shape.is_causal and shape.ties_embeddings
-        self.shape, self.tp = shape, tp
+        self.layers_of_parts = (range(shape.num_layers),) if parts is None else tuple(parts)
+        self.shape, self.tp, self.execution = shape, tp, execution
         self._joined_over = tp if execution.sequence_parallel else Axis.single("tp")
-        self.embedding = TokenEmbedding(
-            shape, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
-        )
+        layers = [layer for part in self.layers_of_parts for layer in part]
+        embeds, has_heads = 0 in layers, shape.num_layers - 1 in layers
+        if embeds or has_heads:
+            self.embedding = TokenEmbedding(
+                shape, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
+            )
+            if not embeds:
+                self.embedding.keep_words_alone()
+            if embeds != has_heads:
+                tie(self.embedding.word_embeddings.weight)
         self.encoder = TransformerStage(
-            shape,
-            range(shape.num_layers),
-            feed_forward,
-            tp=tp,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-            execution=execution,
+            shape, layers, feed_forward, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
         )
-        self.lm_head = WordHead(shape, dtype=dtype, device=device)
-        self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
         self.pooler: Pooler | None = None
         self.binary_head: WholeLinear | None = None
-        if has_order_head:
+        if has_heads:
+            self.lm_head = WordHead(shape, dtype=dtype, device=device)
+            self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
+        if has_heads and has_order_head:
             self.pooler = Pooler(shape, dtype=dtype, device=device)
             self.binary_head = WholeLinear(
                 shape.hidden_size, 2, initialiser=shape.initialiser, dtype=dtype, device=device
             )
 
-    def encode(self, tokens: Tensor, padding_mask: Tensor, token_types: Tensor | None) -> Tensor:
+    @property
+    def stages(self) -> list[nn.Module]:
+        """Each part as a module of its own, over the same parameters and with the arguments of `forward`."""
+        return [_Stage(self, part) for part in range(len(self.layers_of_parts))]
+
+    def encode(self, tokens: Tensor, padding_mask: Tensor, token_types: Tensor | None, *, part: int = 0) -> Tensor:
         """Tokens, mask (1 or True where there is text) and segments [b, s] -> hidden states [s, b, h].
 
-        No position attends to padding; what stands at padding itself means nothing.
+        Instead of tokens the hidden states of the stage before, on all stages but the first. No position attends to
+        padding; what stands at padding itself means nothing. Between stages [s/tp, b, h] under sequence parallelism.
         """
-        batch, length = tokens.shape
-        expect_shape(padding_mask, "b s", b=batch, s=length)
+        layers = self.layers_of_parts[part]
+        batch, length = padding_mask.shape
         position_ids = torch.arange(length, device=tokens.device).expand(batch, length)
-        hidden = self.embedding(tokens, position_ids, token_types)  # [s, b, h]
+        hidden: Tensor = tokens
+        if layers.start == 0:
+            expect_shape(tokens, "b s", b=batch, s=length)
+            hidden = self.embedding(tokens, position_ids, token_types)  # [s, b, h]
+        expect_shape(hidden, "s b h", s=length // self._joined_over.size, b=batch, h=self.shape.hidden_size)
         is_padding = padding_mask == 0
-        output: Tensor = self.encoder(hidden, position_ids, is_padding[:, None, None, :])  # [s, b, h]
+        output: Tensor = self.encoder(hidden, position_ids, is_padding[:, None, None, :], layers)  # [s, b, h]
+        if layers.stop != self.shape.num_layers:
+            return output
         return all_gather(output, self._joined_over, 0)  # [s, b, h]
 
     def forward(
@@ -99,12 +118,17 @@ class BertModel(nn.Module):
         token_types: Tensor | None = None,
         labels: Tensor | None = None,
         is_random: Tensor | None = None,
-    ) -> BertOutput:
+        *,
+        part: int = 0,
+    ) -> Tensor | BertOutput:
         """Logits, or with `labels` [b, s] and `is_random` [b] the losses, in float32 (float64 stays).
 
-        Everything else [b, s]. Call on all ranks of tp.
+        Everything else as in `encode`; a stage that is not the last returns its hidden states. `part`: which of the
+        rank's stages. Call on all ranks of tp.
         """
-        hidden = self.encode(tokens, padding_mask, token_types)  # [s, b, h]
+        hidden = self.encode(tokens, padding_mask, token_types, part=part)  # [s, b, h]
+        if self.layers_of_parts[part].stop != self.shape.num_layers:
+            return hidden
         logits = output_logits(self.lm_head(hidden), self.embedding.word_embeddings.weight, self.tp)  # [s, b, V/tp]
         logits = logits + self.output_layer.bias
         order: Tensor | None = None
@@ -117,3 +141,14 @@ class BertModel(nn.Module):
             assert is_random is not None, "a model with an order head needs its labels"
             order = order_loss(order, is_random)  # [b]
         return BertOutput(loss.t(), order)
+
+
+class _Stage(nn.Module):
+    def __init__(self, model: BertModel, part: int) -> None:
+        super().__init__()
+        self.model = model
+        self.part = part
+
+    def forward(self, *inputs: Tensor) -> Tensor | BertOutput:
+        output: Tensor | BertOutput = self.model(*inputs, part=self.part)
+        return output

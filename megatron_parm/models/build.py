@@ -34,11 +34,14 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+LanguageModel = GPTModel | BertModel
+
+
 @dataclass
 class BuiltModel:
     """A model with initial weights, and what the trainer needs of its MoE layers (none in a dense model)."""
 
-    model: GPTModel | BertModel
+    model: LanguageModel
     choice: Choice | None
     balance_scale: BackwardScale
     record: RoutingRecord
@@ -124,6 +127,7 @@ def build_bert(
         generator=None if execution.sequence_parallel else generator,
         dtype=dtype,
         device=ctx.device,
+        parts=config.parallel.stages(config.model.num_layers)[ctx.pp.rank :: ctx.pp.size],
         execution=execution,
         has_order_head=not config.bert.bert_no_binary_head,
     )

@@ -52,7 +52,7 @@ class GPTModel(nn.Module):
                 shape, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
             )
             if not embeds:
-                self.embedding.position_embeddings = None
+                self.embedding.keep_words_alone()
             if shape.ties_embeddings and embeds != has_head:
                 tie(self.embedding.word_embeddings.weight)
         self.decoder = TransformerStage(

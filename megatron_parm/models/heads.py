@@ -75,6 +75,11 @@ class TokenEmbedding(nn.Module):
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
         self.dtype = residual_dtype(shape, dtype)
 
+    def keep_words_alone(self) -> None:
+        """Drop all but the word rows: what the head of a last stage that is not the first uses."""
+        self.position_embeddings = self.tokentype_embeddings = None
+        self.layernorm = nn.Identity()
+
     def forward(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None = None) -> Tensor:
         """[b, s] each -> [s, b, h], identical on tp, or this rank's slice [s/tp, b, h].
 

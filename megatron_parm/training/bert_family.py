@@ -71,8 +71,8 @@ def _words_and_samples(batch: Batch) -> Tensor:
     return torch.stack([words, torch.full_like(words, batch["loss_mask"].shape[0])])  # [2]
 
 
-MASKED_WORDS = Objective(("lm loss",), _loss_sums, _words_alone)
-MASKED_WORDS_AND_ORDER = Objective(("lm loss", "sop loss"), _loss_sums, _words_and_samples)
+MASKED_WORDS = Objective(("lm loss",), _loss_sums, _words_alone, inputs="text")
+MASKED_WORDS_AND_ORDER = Objective(("lm loss", "sop loss"), _loss_sums, _words_and_samples, inputs="text")
 
 
 def _objective(config: RunConfig) -> Objective:

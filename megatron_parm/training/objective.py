@@ -31,12 +31,13 @@ class Objective:
     """The k losses of a model. The first is the one that a run is judged by.
 
     names: as the console prints them. sums: see `LossSums`. counts: of a micro-batch, float64 [k]; what each sum is
-    divided by for the mean.
+    divided by for the mean. inputs: the tensor of a micro-batch that the first stage reads.
     """
 
     names: tuple[str, ...]
     sums: LossSums
     counts: Callable[[Batch], Tensor]
+    inputs: str = "tokens"
 
     def named(self, values: tuple[float, ...]) -> dict[str, float]:
         """Name -> value."""

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from megatron_parm.config.run import RunConfig
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.models.build import BuiltModel
-from megatron_parm.models.gpt import GPTModel
+from megatron_parm.models.build import BuiltModel, LanguageModel
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
@@ -32,7 +31,7 @@ class _StageOfObjective(nn.Module):
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Tensor:
         divisors = tensors.pop(DIVISORS).squeeze(0)  # [k]
-        batch = cast(Batch, tensors | ({"tokens": x} if self._is_first else {}))
+        batch = cast(Batch, tensors | ({self._objective.inputs: x} if self._is_first else {}))
         output = self._objective.sums(self.stage, batch, None if self._is_first else x)
         if not self._is_last:
             return output.contiguous()  # [s, b, h]
@@ -48,7 +47,7 @@ class PipelinedStages:
 
     def __init__(
         self,
-        model: GPTModel,
+        model: LanguageModel,
         buffers: GradientBuffers,
         balance_scale: BackwardScale,
         objective: Objective,
@@ -108,8 +107,10 @@ class PipelinedStages:
         return self._from_last_stage(total)
 
     def _with_divisors(self, micro_batches: Sequence[Batch], divisors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        names = {self._objective.inputs: "tokens"}  # as the pipeline calls what enters it
         return [
-            {**cast(dict[str, Tensor], batch), DIVISORS: divisor.unsqueeze(0)}
+            {names.get(name, name): tensor for name, tensor in cast(dict[str, Tensor], batch).items()}
+            | {DIVISORS: divisor.unsqueeze(0)}
             for batch, divisor in zip(micro_batches, divisors, strict=True)
         ]
 
@@ -123,7 +124,6 @@ def stages_of_run(
     """How the micro-batches of a resolved `config` run: over a single stage, or through a pipeline."""
     if ctx.pp.size == 1:
         return SingleStage(built.model, built.balance_scale, objective, trace=ctx.trace)
-    assert isinstance(built.model, GPTModel), "other models are refused stages (check_one_stage)"
     return PipelinedStages(
         built.model,
         buffers,

@@ -23,6 +23,7 @@ from megatron_parm.models.block import make_feed_forward
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.collectives import all_gather
 from megatron_parm.parallel.context import Axis, ParallelContext
+from megatron_parm.parallel.transport import broadcast_
 from tests.harness.layouts import SINGLE, Layout
 from tests.harness.pools import Pools
 
@@ -56,8 +57,11 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _our_bert(folder: Path, tp: Axis, except_for: tuple[str, ...] = ()) -> BertModel:
-    """Our BERT of the original layout in evaluation mode, filled from the files of `folder`."""
+def _our_bert(folder: Path, tp: Axis, except_for: tuple[str, ...] = (), parts: tuple[int, int] = (0, 1)) -> BertModel:
+    """Our BERT of the original layout in evaluation mode, filled from the files of `folder`.
+
+    `parts`: the stage, of how many.
+    """
     config: Any = transformers.BertConfig.from_pretrained(folder)
     shape = ModelShape(
         num_layers=config.num_hidden_layers,
@@ -81,11 +85,17 @@ def _our_bert(folder: Path, tp: Axis, except_for: tuple[str, ...] = ()) -> BertM
         generator=torch.Generator(),
         dtype=torch.float32,
         device=CPU,
+        parts=[_layers(shape.num_layers, *parts)],
     )
     initialise_weights(model, seed=1)
     whole = bert_from_huggingface(_weights(folder), shape.num_layers, shape.num_attention_heads)
     fill(model, whole, except_for=except_for)
     return model.eval()
+
+
+def _layers(num_layers: int, stage: int, num_stages: int) -> range:
+    part = num_layers // num_stages
+    return range(stage * part, (stage + 1) * part)
 
 
 @dataclass(frozen=True)
@@ -124,11 +134,16 @@ def _their_heads() -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def _our_heads(ctx: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
     model = _our_bert(_rxnfp(), ctx.tp)
+    return _heads(model, _text(model.shape.vocab_size).ids, ctx.tp)
+
+
+def _heads(model: BertModel, inputs: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Word logits at text, order logits and loss, from ids or from the hidden states of the stage before."""
     words = model.shape.vocab_size
     text = _text(words)
-    logits = model(text.ids, text.mask, text.types)
-    joined = all_gather(logits.words, ctx.tp, 2)  # [s, b, V]
-    losses = model(text.ids, text.mask, text.types, text.labels, text.order)
+    logits = model(inputs, text.mask, text.types)
+    joined = all_gather(logits.words, tp, 2)  # [s, b, V]
+    losses = model(inputs, text.mask, text.types, text.labels, text.order)
     counted = text.labels >= 0
     loss = losses.words[counted].mean() + losses.order.mean()
     return joined[..., :words].transpose(0, 1)[text.mask == 1], logits.order, loss
@@ -137,6 +152,27 @@ def _our_heads(ctx: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_both_heads_and_the_loss_of_a_trained_bert_equal_transformers(pools: Pools, layout: Layout) -> None:
     for found in pools.run(layout, _our_heads):
+        for ours, theirs in zip(found, _their_heads(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def _our_heads_in_stages(ctx: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden states go from the first stage to the second by a broadcast; the second one's heads are told."""
+    model = _our_bert(_rxnfp(), ctx.tp, parts=(ctx.pp.rank, ctx.pp.size))
+    text = _text(model.shape.vocab_size)
+    hidden = torch.zeros(40, 3, model.shape.hidden_size)
+    if ctx.pp.rank == 0:
+        hidden = model.encode(text.ids, text.mask, text.types)
+    broadcast_(hidden, ctx.pp)
+    if ctx.pp.rank == 0:
+        return _their_heads()
+    return _heads(model, hidden, ctx.tp)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, pp=2), Layout(4, pp=2, tp=2)], ids=str)
+def test_a_trained_bert_in_two_stages_equals_transformers(pools: Pools, layout: Layout) -> None:
+    for found in pools.run(layout, _our_heads_in_stages):
         for ours, theirs in zip(found, _their_heads(), strict=True):
             torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 

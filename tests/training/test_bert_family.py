@@ -19,7 +19,7 @@ from tests.training.runs import Outcome, run_training, same_bits
 
 EQUAL = 1e-5  # float32, sums in another order
 TINY = """
---num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --make-vocab-size-divisible-by 1
 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-2 --min-lr 1e-3 --eval-iters 1 --eval-interval 2
 --split 80,10,10 --num-workers 0 --log-interval 1 --progress-bar off
@@ -50,7 +50,7 @@ def _run(pools: Pools, layout: Layout, *argv: str) -> list[Outcome]:
 def _sizes(layout: Layout) -> str:
     return (
         f"--tensor-model-parallel-size {layout.tp} --expert-model-parallel-size {layout.ep} "
-        f"--expert-tensor-parallel-size {layout.esp}"
+        f"--expert-tensor-parallel-size {layout.esp} --pipeline-model-parallel-size {layout.pp}"
     )
 
 
@@ -108,6 +108,25 @@ def test_every_layout_and_schedule_tells_the_losses_of_one_process(
 ) -> None:
     more = f"--moe-schedule {schedule}" + (" --sequence-parallel" if is_cut else "")
     _compare(pools, corpus, alone, layout, kind, more)
+
+
+# stages of a pipeline: the order of passes, virtual stages, every other axis beside them
+STAGES = [
+    (Layout(2, pp=2), "baseline", "megatron", ""),
+    (Layout(2, pp=2), "s1", "original", "--pipeline-schedule zero-bubble"),
+    (Layout(4, pp=4), "baseline", "original", ""),
+    (Layout(4, pp=2), "s1", "megatron", "--num-layers-per-virtual-pipeline-stage 1"),
+    (Layout(8, tp=2, esp=2, ep=2, pp=2), "s2", "original", "--sequence-parallel"),
+]
+
+
+@pytest.mark.parametrize("row", STAGES, ids=lambda row: "-".join(map(str, row)))
+def test_stages_of_a_pipeline_tell_the_losses_of_one_process(
+    pools: Pools, corpus: str, alone: dict[str, Outcome], row: tuple[Layout, str, str, str]
+) -> None:
+    """Heads and embedding on two ranks, with one weight between them (FC-34)."""
+    layout, schedule, kind, more = row
+    _compare(pools, corpus, alone, layout, kind, f"--moe-schedule {schedule} {more}")
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=2), Layout(8, tp=4)], ids=str)
