@@ -104,6 +104,7 @@ class Trainer:
                 self._traced.finish(progress.iteration)
             if config.training.skip_train or progress.iteration >= last:
                 self._evaluate_at_the_end()
+        self.run.optimizer.settle()  # a gather of the last update may be on its way
         self._record_end(reason)
 
     def _loop(self, last: int) -> str | None:
