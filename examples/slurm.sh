@@ -14,7 +14,7 @@ script=${1:?name a script of examples/, for instance gpt_moe.sh}
 shift
 cd "${SLURM_SUBMIT_DIR:-.}"
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1')
 export NNODES=$SLURM_JOB_NUM_NODES GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-${GPUS_PER_NODE:-8}} JOB_ID=$SLURM_JOB_ID
 export RENDEZVOUS=$first:${PORT:-29500}
 exec srun --kill-on-bad-exit=1 bash "examples/$script" "$@"
