@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_parm.config.run import RunConfig
 from megatron_parm.data.batches import Batch
 from megatron_parm.grads.buffer import GradientBuffers
+from megatron_parm.models.block import residual_dtype
 from megatron_parm.models.build import BuiltModel, LanguageModel
 from megatron_parm.moe.losses import BackwardScale
 from megatron_parm.parallel import transport
@@ -71,7 +72,7 @@ class PipelinedStages:
             seq_length // slices,
             micro_batch_size,
             model.shape.hidden_size,
-            dtype=next(model.parameters()).dtype,
+            dtype=residual_dtype(model.shape, next(model.parameters()).dtype),
             device="meta",
         )  # [s/tp, b, h]
         losses = torch.empty(len(objective.names), dtype=torch.float64, device="meta")

@@ -96,3 +96,15 @@ def test_ranks_whose_experts_got_few_tokens_recompute_alike(pools: Pools, corpus
     wanted = _idle(pools, corpus, "")
     for way in ("experts", "whole layers"):
         assert _idle(pools, corpus, WAYS[way]) == wanted
+
+
+@pytest.mark.parametrize("way", ["", "whole layers", "everything selective"])
+def test_stages_pass_on_a_stream_in_fp32_and_recompute_alike(pools: Pools, corpus: str, way: str) -> None:
+    """A bf16 model over two stages, with micro-batches in flight, against one process; nothing is added in another
+    order but the norm of all gradients."""
+    argv = flags(corpus, MOE, "--train-iters 2 --micro-batch-size 2 --bf16 --fp32-residual-connection")
+    (alone,) = _run(pools, Layout(1), argv)
+    more = f"--pipeline-model-parallel-size 2 {WAYS[way]}" if way else "--pipeline-model-parallel-size 2"
+    for outcome in _run(pools, Layout(2, pp=2), [*argv, *more.split()]):
+        for name in ("lm_loss", "load_balancing_loss", "grad_norm"):
+            assert outcome.column(name) == pytest.approx(alone.column(name), rel=1e-3)
