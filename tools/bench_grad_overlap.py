@@ -43,7 +43,8 @@ from megatron_parm.training.step import TrainStep
 from megatron_parm.training.updates import Updates, make_updates
 
 RATE = 1e-4
-OVERLAP, ZERO = {"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}
+OVERLAP: dict[str, object] = {"overlap_grad_reduce": True}
+ZERO: dict[str, object] = {"use_distributed_optimizer": True}
 WAYS: dict[str, dict[str, object]] = {
     "after backward": {},
     "overlap, in the gaps": OVERLAP,
