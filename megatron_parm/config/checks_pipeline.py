@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from megatron_parm.config.numbers import divisors, one_of
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.recompute import RecomputeConfig
+from megatron_parm.config.replicas import ReplicaConfig
 from megatron_parm.config.stage_layers import layers_by_rank
 from megatron_parm.errors import ConfigError, LayoutError
 
@@ -47,6 +49,23 @@ def check_stages(parallel: ParallelConfig, num_layers: int) -> None:
             f"--pipeline-model-parallel-size {pp}; use {_FIRST} {first} alone, if {num_layers} is more than that"
         )
     _check_virtual_stages(parallel, num_layers)
+
+
+def check_zero_bubble(parallel: ParallelConfig, replicas: ReplicaConfig, recompute: RecomputeConfig) -> None:
+    """Check that nothing asks for what a backward pass in two halves cannot give. Raises ConfigError."""
+    if parallel.pipeline_schedule != "zero-bubble":
+        return
+    remedy = "leave it out, or use --pipeline-schedule 1f1b or interleaved"
+    if replicas.overlap_grad_reduce:
+        raise ConfigError(
+            "--overlap-grad-reduce with --pipeline-schedule zero-bubble: gradients of weights come in a pass of their "
+            f"own, without the events by which a reduction starts; {remedy}"
+        )
+    if recompute.recompute_granularity is not None:
+        raise ConfigError(
+            f"--recompute-granularity {recompute.recompute_granularity} with --pipeline-schedule zero-bubble would run "
+            f"a layer again for every half of its backward pass; {remedy}"
+        )
 
 
 def _check_no_pipeline(parallel: ParallelConfig) -> None:
