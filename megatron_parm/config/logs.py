@@ -14,7 +14,7 @@ ProgressBar = Literal["auto", "on", "off"]
 
 
 def _read_ranks(words: Sequence[str]) -> tuple[str, ...]:
-    if not words or not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise ConfigError(f"--profile-ranks {' '.join(words)}: expected ranks, whole numbers from 0 on")
     return tuple(str(int(word)) for word in words)
 

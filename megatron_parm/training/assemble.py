@@ -282,4 +282,8 @@ def _flop_shape(config: RunConfig, vocabulary_rows: int, *, is_causal: bool) -> 
         num_moe_layers=sum(config.moe_layers),
         moe_ffn_hidden_size=config.expert_size,
         moe_topk=moe.moe_router_topk if moe else 0,
+        window=model.window,
+        shared_expert_size=(moe.moe_shared_expert_intermediate_size or 0) if moe else 0,
+        weighs_shared_expert=bool(moe and moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate),
+        has_word_head=config.bert is not None,
     )

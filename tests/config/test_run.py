@@ -23,6 +23,7 @@ SPECIAL = {"moe_pipeline_chunks": st.sampled_from(["auto", "1", "3"])}
 SPECIAL["recompute_modules"] = st.lists(st.sampled_from(["moe", "mlp"]))
 SPECIAL |= {name: st.lists(TEXT.map("x".__add__)) for name in PATHS}
 SPECIAL["rampup_batch_size"] = st.lists(st.integers(1, 99).map(str), max_size=3)
+SPECIAL["profile_ranks"] = st.lists(st.integers(0, 7).map(str), max_size=3)
 
 
 def _number(flag: Flag) -> st.SearchStrategy[object]:

@@ -43,6 +43,33 @@ def test_an_moe_layer_counts_its_active_experts():
     assert training_flops_per_token(moe) == 3 * (2 * 640 + 2304 + 2304 + 1600)
 
 
+def test_an_moe_layer_counts_its_shared_expert_and_its_gate():
+    # the expert of every token, width 5: 2 matrices * 2*8*5 = 160; its gate 2*8 = 16; k=2 experts of 24: 2 * 2*2*8*24
+    moe = replace(DENSE, num_moe_layers=2, moe_ffn_hidden_size=24, moe_topk=2)
+    with_shared = replace(moe, shared_expert_size=5, weighs_shared_expert=True)
+    assert training_flops_per_token(with_shared) == 3 * (2 * (640 + 1536 + 160 + 16) + 1600)
+    assert training_flops_per_token(with_shared) - training_flops_per_token(moe) == 3 * 2 * (160 + 16)
+    ungated = replace(with_shared, weighs_shared_expert=False)
+    assert training_flops_per_token(with_shared) - training_flops_per_token(ungated) == 3 * 2 * 16
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [0, 3, 14])
+def test_a_window_counts_the_positions_inside_it(is_causal, window):
+    seen = [sum(key >= query - window and (key <= query or not is_causal) for key in range(16)) for query in range(16)]
+    shape = replace(DENSE, window=window, is_causal=is_causal)
+    assert attention_flops(shape) == 384 + 2 * 2 * 8 * sum(seen) / 16
+
+
+def test_a_window_as_long_as_the_sequence_is_none():
+    assert attention_flops(replace(DENSE, window=15)) == attention_flops(DENSE)
+
+
+def test_the_word_head_of_a_bert_counts():
+    # one h x h product: 2*8*8
+    assert training_flops_per_token(replace(DENSE, has_word_head=True)) - training_flops_per_token(DENSE) == 3 * 128
+
+
 def test_two_way_attention_counts_the_whole_score_matrix():
     assert attention_flops(replace(DENSE, is_causal=False)) - attention_flops(DENSE) == 256
 
