@@ -96,6 +96,15 @@ class _Part:
     whole: int
 
 
+@dataclass(frozen=True)
+class _Counting:
+    """Choices of each expert, on their way: `[num_samples * E]`, and to which sample each token belongs."""
+
+    flight: transport.Flight
+    sample: Tensor
+    num_samples: int
+
+
 class Gate(nn.Module):
     """Routes `[n, h]` tokens. The weight `[E, h]` is whole on every rank.
 
@@ -159,6 +168,8 @@ class Gate(nn.Module):
             tokens = tokens * self._noise(tokens, part, segments)
         logits = self._logits(tokens, shared_over, num_segments)  # [n, E]
         expert, weight = self._choose(logits, part, shared_over)
+        own = self._own_part(tokens.shape[0], segments)
+        counting = self._start_counting(logits[own], expert[own], part, num_samples, shared_over)
         routing = place(
             expert,
             weight,
@@ -170,11 +181,10 @@ class Gate(nn.Module):
             slots_multiple_of=slots_multiple_of,
             chunks=chunks,
         )
-        if not self.training:
+        if counting is None:
             return routing
-        own = self._own_part(tokens.shape[0], segments)
         probabilities = probabilities_of(logits[own], self.settings.score_function)
-        balance, z = self._losses(logits[own], probabilities, expert[own], part, num_samples, shared_over)
+        balance, z = self._losses(logits[own], probabilities, counting, part)
         counts = count_values(expert[own], self.settings.num_experts)
         self._note(routing.kept[own], counts, (balance, z), probabilities, shared_over)
         return replace(routing, weight=self._attach(routing.weight, balance, z))
@@ -230,29 +240,32 @@ class Gate(nn.Module):
         part = num_tokens // segments.size
         return slice(segments.rank * part, (segments.rank + 1) * part)
 
-    def _losses(
-        self,
-        logits: Tensor,
-        probabilities: Tensor,
-        expert: Tensor,
-        part: _Part,
-        num_samples: int,
-        shared_over: Axis | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(balance loss, z-loss) of the own tokens; a part of each under `shared_over`."""
+    @torch.no_grad()
+    def _start_counting(
+        self, logits: Tensor, expert: Tensor, part: _Part, num_samples: int, shared_over: Axis | None
+    ) -> _Counting | None:
+        """Begin to sum what the balance loss counts over `shared_over`; None in evaluation, which has no losses."""
+        s = self.settings
+        if not self.training:
+            return None
+        if not s.counts_choices:
+            expert = probabilities_of(logits, s.score_function).topk(s.topk, dim=-1).indices
+        by_sample = num_samples if s.balancing == "seq_aux_loss" else 1
+        sample = torch.arange(part.first, part.first + part.count, device=expert.device) % by_sample
+        counts = count_values(expert + (sample * s.num_experts).unsqueeze(1), by_sample * s.num_experts)
+        is_shared = shared_over is not None and s.balance_coefficient is not None
+        flight = transport.start_sum_over(counts, shared_over) if is_shared else transport.landed(counts)
+        return _Counting(flight, sample, by_sample)
+
+    def _losses(self, logits: Tensor, probabilities: Tensor, counting: _Counting, part: _Part) -> tuple[Tensor, Tensor]:
+        """(balance loss, z-loss) of the own tokens; a part of each where the tokens are a slice."""
         s = self.settings
         balance = z = logits.new_zeros(())
+        counts = counting.flight.land()
         if s.balance_coefficient is not None:
-            if not s.counts_choices:
-                expert = probabilities.topk(s.topk, dim=-1).indices
-            by_sample = num_samples if s.balancing == "seq_aux_loss" else 1
-            sample = torch.arange(part.first, part.first + part.count, device=expert.device) % by_sample
-            counts = count_values(expert + (sample * s.num_experts).unsqueeze(1), by_sample * s.num_experts)
-            if shared_over is not None:
-                counts = transport.sum_over(counts, shared_over)
             if s.balancing == "seq_aux_loss":
-                table = counts.view(by_sample, s.num_experts)
-                balance = sequence_balancing_loss(probabilities, table, sample, part.whole, s.topk)
+                table = counts.view(counting.num_samples, s.num_experts)
+                balance = sequence_balancing_loss(probabilities, table, counting.sample, part.whole, s.topk)
             else:
                 balance = load_balancing_loss(probabilities, counts, part.whole, s.topk)
         if s.z_coefficient is not None:

@@ -5,7 +5,8 @@ call them directly. Every function must be called by all ranks of the axis. On a
 `start_*` puts a collective on the wire and returns; other work may run until its `Flight` lands.
 
 gloo's AllGather and ReduceScatter are several times slower than the same built on its AlltoAll and a local sum (4
-ranks, 4 MiB: 34 and 62 ms against 7), so on gloo they are built that way; NCCL's own are used on NCCL.
+ranks, 4 MiB: 34 and 62 ms against 7), so on gloo they are built that way; NCCL's own are used on NCCL. gloo's
+AllReduce takes 2 (n - 1) messages one after the other; a small sum sends everything to everyone at once instead.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from megatron_parm.parallel.context import Axis
 from megatron_parm.parallel.watched import Waitable, watched, watching
+
+SMALL_SUM_BYTES = 128 << 10  # what a rank may send in all for a sum in one hop
 
 
 def _is_gloo(axis: Axis) -> bool:
@@ -56,14 +59,14 @@ def start_exchange(x: Tensor, axis: Axis) -> Flight:
     return _start_exchange(x, axis, "all_to_all")
 
 
-def _start_exchange(x: Tensor, axis: Axis, operation: str) -> Flight:
-    """`operation`: what the exchange stands for."""
+def _start_exchange(x: Tensor, axis: Axis, operation: str, size_bytes: int | None = None) -> Flight:
+    """`operation`: what the exchange stands for; `size_bytes`: of that, where it is not that of `x`."""
     if axis.size == 1:
         return landed(x)
     x = x.contiguous()  # gloo silently permutes a non-contiguous tensor
     received = torch.empty_like(x)
     work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
-    return Flight(watched(work, operation, axis, x.nbytes), x, lambda: received)
+    return Flight(watched(work, operation, axis, size_bytes or x.nbytes), x, lambda: received)
 
 
 def start_exchange_uneven(x: Tensor, axis: Axis, send_splits: list[int], receive_splits: list[int]) -> Flight:
@@ -106,9 +109,16 @@ def start_sum_over(x: Tensor, axis: Axis) -> Flight:
     """Begin `sum_over`."""
     if axis.size == 1:
         return landed(x)
+    if _sums_in_one_hop(x, axis):
+        flight = _start_exchange(x.unsqueeze(0).expand(axis.size, *x.shape), axis, "all_reduce", x.nbytes)
+        return Flight(None, None, lambda: flight.land().sum(dim=0, dtype=x.dtype))
     summed = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(summed, group=axis.group, async_op=True)
     return Flight(watched(work, "all_reduce", axis, x.nbytes), None, lambda: summed)
+
+
+def _sums_in_one_hop(x: Tensor, axis: Axis) -> bool:
+    return _is_gloo(axis) and x.nbytes * axis.size <= SMALL_SUM_BYTES
 
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:
@@ -135,6 +145,8 @@ def sum_over_(x: Tensor, axis: Axis) -> Tensor:
     """Sum of `x` over the axis, in place; `x` must be contiguous."""
     if axis.size > 1:
         assert x.is_contiguous(), "an in-place sum needs a contiguous tensor"
+        if _sums_in_one_hop(x, axis):
+            return x.copy_(start_sum_over(x, axis).land())
         with watching("all_reduce", axis, x.nbytes):
             dist.all_reduce(x, group=axis.group)
     return x
@@ -142,7 +154,7 @@ def sum_over_(x: Tensor, axis: Axis) -> Tensor:
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """Sum of `x` over the axis, as a new tensor (or `x` itself on an axis of one rank)."""
-    return x if axis.size == 1 else sum_over_(x.clone(memory_format=torch.contiguous_format), axis)
+    return start_sum_over(x, axis).land()
 
 
 def max_over(x: Tensor, axis: Axis) -> Tensor:

@@ -166,11 +166,14 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
             layer.router, tokens, None, segments
         )
     if faults == "sequences not summed":
-        layer.router._losses = lambda *given: Gate._losses(layer.router, *given[:-1], None)  # type: ignore[method-assign]
+        layer.router._start_counting = (
+            lambda *given: Gate._start_counting(  # type: ignore[method-assign]
+                layer.router, *given[:-1], None
+            )
+        )
     if faults == "sequences cut at 0":
-        losses = layer.router._losses
-        layer.router._losses = lambda logits, p, e, part, *rest: losses(  # type: ignore[method-assign]
-            logits, p, e, replace(part, first=0), *rest
+        layer.router._start_counting = lambda logits, e, part, *rest: Gate._start_counting(  # type: ignore[method-assign]
+            layer.router, logits, e, replace(part, first=0), *rest
         )
     if faults == "own jitter":
         layer.router._generator = torch.Generator().manual_seed(ctx.rank)
