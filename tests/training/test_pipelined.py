@@ -26,10 +26,11 @@ PIPELINES = [
     (Layout(2, pp=2), ""),
     (Layout(4, pp=4), ""),
     (Layout(2, pp=2), TWO),
-    (Layout(2, pp=2), f"--decoder-first-pipeline-num-layers 1 --moe-layer-freq [0,0,1,1] {ZERO_BUBBLE}"),
+    (Layout(4, pp=2, ep=2), f"--decoder-first-pipeline-num-layers 1 --moe-layer-freq [0,0,1,1] {ZERO_BUBBLE}"),
     (Layout(4, pp=2, tp=2, esp=2), f"{TWO} {ZERO_BUBBLE} --moe-schedule s1"),
     (Layout(8, pp=2, tp=2, ep=2, esp=2), "--moe-schedule s2"),
     (Layout(4, pp=2), "--untie-embeddings-and-output-weights --moe-layer-freq [1,1,0,0]"),
+    (Layout(4, pp=2, ep=2), "--moe-layer-freq 2"),
 ]
 
 
@@ -55,6 +56,7 @@ def _alone(more: str) -> str:
 
 @pytest.mark.parametrize(("layout", "more"), PIPELINES, ids=str)
 def test_a_pipeline_trains_and_evaluates_as_one_process(pools: Pools, corpus: str, layout: Layout, more: str) -> None:
+    """FC-28: MoE layers on some stages or all; the balance loss is that of all layers, told on every stage."""
     whole = _run(pools, SINGLE, flags(corpus, MOE, LAYERS, _alone(more)))[0]
     for outcome in _run(pools, layout, flags(corpus, MOE, LAYERS, _sizes(layout), more)):
         for name in FIGURES:
@@ -78,11 +80,11 @@ def test_without_the_sum_of_tied_gradients_the_norm_is_wrong(pools: Pools, corpu
     assert abs(broken.column("grad_norm")[0] / whole.column("grad_norm")[0] - 1) > 1e-3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_copies_of_a_tied_embedding_stay_bitwise_equal(pools: Pools, corpus: str, precision: str) -> None:
-    """FC-34, with dp beside the pipeline, where each stage reduces on its own."""
+@pytest.mark.parametrize("more", ["fp32", "bf16", "fp32 --use-distributed-optimizer --overlap-grad-reduce"])
+def test_the_copies_of_a_tied_embedding_stay_bitwise_equal(pools: Pools, corpus: str, more: str) -> None:
+    """FC-34, with dp beside the pipeline, where each stage reduces (and shares out) on its own."""
     layout = Layout(4, pp=2)
-    argv = flags(corpus, MOE, "--num-layers 4 --precision", precision, _sizes(layout))
+    argv = flags(corpus, MOE, "--num-layers 4 --precision", more, _sizes(layout))
     states = [outcome.state for outcome in _run(pools, layout, argv)]
     name = "embedding.word_embeddings.weight"
     keys = [key for key in states[0] if key.endswith(name)]
