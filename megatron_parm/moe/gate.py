@@ -253,8 +253,9 @@ class Gate(nn.Module):
         by_sample = num_samples if s.balancing == "seq_aux_loss" else 1
         sample = torch.arange(part.first, part.first + part.count, device=expert.device) % by_sample
         counts = count_values(expert + (sample * s.num_experts).unsqueeze(1), by_sample * s.num_experts)
-        is_shared = shared_over is not None and s.balance_coefficient is not None
-        flight = transport.start_sum_over(counts, shared_over) if is_shared else transport.landed(counts)
+        if shared_over is None or s.balance_coefficient is None:
+            return _Counting(transport.landed(counts), sample, by_sample)
+        flight = transport.start_sum_over(counts, shared_over)
         return _Counting(flight, sample, by_sample)
 
     def _losses(self, logits: Tensor, probabilities: Tensor, counting: _Counting, part: _Part) -> tuple[Tensor, Tensor]:
