@@ -303,6 +303,7 @@ def _check_warm_up(training: TrainingConfig, optim: OptimConfig, unit: str) -> N
 
 def check_optim(optim: OptimConfig) -> None:
     """Check learning rate and weight decay."""
+    optim.rate_factors  # noqa: B018 - raises for a factor that is no number
     if optim.min_lr > optim.lr:
         raise ConfigError(f"--min-lr {optim.min_lr} is more than --lr {optim.lr}; use --min-lr {optim.lr} or less")
     if optim.lr_warmup_init > optim.lr:

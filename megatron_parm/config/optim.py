@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_parm.config.fields import flag
+from megatron_parm.errors import ConfigError
 
 Optimizer = Literal["adam", "sgd"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -55,6 +56,15 @@ class OptimConfig:
     adam_beta2: float = flag(0.999, help="decay of Adam's second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, help="added to the root of Adam's second moment", above=0)
     sgd_momentum: float = flag(0.9, help="momentum of sgd", at_least=0, below=1)
+    freeze: tuple[str, ...] = flag(
+        (), help="parameters that stay as they are: patterns over their names, * for any text (docs/finetuning.md)"
+    )
+    lr_factor: tuple[str, ...] = flag(
+        (), help="PATTERN=F: the learning rate of those parameters is F times the others'; the last that matches counts"
+    )
+    layer_lr_decay: float = flag(
+        1.0, help="learning rate of a layer over that of the layer above it; the head has the full one", above=0
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         help="on resume, take the schedules from the flags",
@@ -65,3 +75,21 @@ class OptimConfig:
         help="on resume, take the schedules from the checkpoint",
         spelling="--use-checkpoint-opt_param-scheduler",
     )
+
+    @property
+    def rate_factors(self) -> tuple[tuple[str, float], ...]:
+        """`lr_factor` as (pattern, factor). Raises ConfigError."""
+        return tuple(_rate_factor(word) for word in self.lr_factor)
+
+
+def _rate_factor(word: str) -> tuple[str, float]:
+    pattern, _, text = word.rpartition("=")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = -1.0
+    if not pattern or not 0 <= factor < float("inf"):
+        raise ConfigError(
+            f"--lr-factor {word}: expected PATTERN=F with a number F from 0 on, for instance 'embedding.*=0.1'"
+        )
+    return pattern, factor

@@ -1,6 +1,6 @@
 """Builds the optimizer of a run: AdamW or SGD, in torch's fastest kernel that works here. Floor 5."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ def build_optimizer(
     adam_eps: float = 1e-8,
     sgd_momentum: float = 0.9,
     gather: ParameterGather | None = None,
+    rate_factors: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """The optimizer of every parameter of `buffers`, reading its reduced gradients there.
+
+    `rate_factors` multiply the learning rate of the parameters they name.
 
     Sharded buffers give sharded masters and moments; `gather` then brings the parameters together after an update.
 
@@ -48,7 +51,7 @@ def build_optimizer(
         if weight is not masters.parameters[name]:
             weight.grad = buffers.reduced(name)
     kernel = fastest_kernel(make, masters.weights.values())
-    torch_optimizer = make(_groups(masters), **{kernel: True})
+    torch_optimizer = make(_groups(masters, rate_factors or {}), **{kernel: True})
     for weight in masters.weights.values():
         torch_optimizer.state[weight] = _initial_state(kind, kernel, weight, sgd_momentum)
     return Optimizer(kind, kernel, masters, torch_optimizer, gather)
@@ -66,13 +69,16 @@ def fastest_kernel(make: MakeOptimizer, weights: Iterable[Tensor]) -> str:
     return "fused"
 
 
-def _groups(masters: MasterWeights) -> Groups:
-    groups: Groups = []
-    for decays in (True, False):
-        weights = [w for name, w in masters.weights.items() if masters.spec(name).decays is decays and w.numel()]
-        if weights:
-            groups.append({"params": weights, "decays": decays})
-    return groups
+def _groups(masters: MasterWeights, rate_factors: Mapping[str, float]) -> Groups:
+    """Weights by whether they decay and by their factor of the learning rate; one group at least."""
+    members: dict[tuple[bool, float], list[Tensor]] = {}
+    for name, weight in masters.weights.items():
+        if weight.numel():
+            members.setdefault((masters.spec(name).decays, rate_factors.get(name, 1.0)), []).append(weight)
+    groups: Groups = [
+        {"params": members[key], "decays": key[0], "rate_factor": key[1]} for key in sorted(members, reverse=True)
+    ]
+    return groups or [{"params": [], "decays": False, "rate_factor": 1.0}]  # all that this rank holds is frozen
 
 
 def _initial_state(kind: str, kernel: str, weight: Tensor, sgd_momentum: float) -> dict[str, Tensor]:

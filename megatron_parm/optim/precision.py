@@ -95,7 +95,7 @@ class Optimizer:
     def step(self, lr: float, weight_decay: float) -> None:
         """Update the weights from the gradients in the buffers; `weight_decay` is for the parameters that decay."""
         for group in self._torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["rate_factor"]
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self._torch_optimizer.step()
         self._num_steps += 1

@@ -34,6 +34,8 @@ class _StageOfObjective(nn.Module):
         divisors = tensors.pop(DIVISORS).squeeze(0)  # [k]
         batch = cast(Batch, tensors | ({self._objective.inputs: x} if self._is_first else {}))
         output = self._objective.sums(self.stage, batch, None if self._is_first else x)
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output = output.requires_grad_()  # a stage that is frozen whole ends backward here
         if not self._is_last:
             return output.contiguous()  # [s, b, h]
         return output / divisors  # [k], in float64

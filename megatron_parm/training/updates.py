@@ -1,10 +1,15 @@
 """From a configuration to all that turns gradients into updates: buffers, reduction, optimizer, loss scale. Floor 7."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.run import RunConfig
+from megatron_parm.errors import ConfigError
 from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.gaps import ExchangeGaps
 from megatron_parm.grads.overlap import OverlappedReduction
@@ -14,6 +19,8 @@ from megatron_parm.optim.build import build_optimizer
 from megatron_parm.optim.gather import ParameterGather
 from megatron_parm.optim.loss_scale import DynamicLossScale, LossScale
 from megatron_parm.optim.precision import Optimizer
+from megatron_parm.optim.selection import is_matched, rate_factor, require_matches
+from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
 
 
@@ -30,7 +37,8 @@ class Updates:
 def make_updates(config: RunConfig, built: BuiltModel, ctx: ParallelContext) -> Updates:
     """The parts for `built` as the flags say. Call on all ranks."""
     replicas, optim = config.replicas, config.optim
-    parameters = dict(built.model.named_parameters())
+    names = _names_of_all_stages(built, ctx) if optim.freeze or optim.lr_factor else []
+    parameters = _trained_parameters(built, optim, names)
     buffers = GradientBuffers(parameters, ctx, sharded=replicas.use_distributed_optimizer)
     gather = None
     if replicas.use_distributed_optimizer:
@@ -45,8 +53,36 @@ def make_updates(config: RunConfig, built: BuiltModel, ctx: ParallelContext) -> 
         adam_eps=optim.adam_eps,
         sgd_momentum=optim.sgd_momentum,
         gather=gather,
+        rate_factors=_rate_factors(parameters, optim, names, config.model.num_layers),
     )
     return Updates(buffers, _reduction(config, built, buffers, ctx), optimizer, _loss_scale(config))
+
+
+def _names_of_all_stages(built: BuiltModel, ctx: ParallelContext) -> list[str]:
+    own = json.dumps([name for name, _ in built.model.named_parameters()])
+    return sorted({name for text in transport.gather_text(own, ctx.world) for name in json.loads(text)})
+
+
+def _trained_parameters(built: BuiltModel, optim: OptimConfig, names: list[str]) -> dict[str, nn.Parameter]:
+    """The parameters that --freeze leaves; the others get no gradient from now on. Raises ConfigError."""
+    require_matches("--freeze", optim.freeze, names)
+    if optim.freeze and all(is_matched(name, optim.freeze) for name in names):
+        raise ConfigError(f"--freeze {' '.join(optim.freeze)} freezes every parameter: nothing is left to train")
+    trained = {}
+    for name, parameter in built.model.named_parameters():
+        if is_matched(name, optim.freeze):
+            parameter.requires_grad_(requires_grad=False)
+        else:
+            trained[name] = parameter
+    return trained
+
+
+def _rate_factors(
+    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, names: list[str], num_layers: int
+) -> dict[str, float]:
+    factors = optim.rate_factors
+    require_matches("--lr-factor", (pattern for pattern, _ in factors), names)
+    return {name: rate_factor(name, factors, num_layers, optim.layer_lr_decay) for name in parameters}
 
 
 def _reduction(
