@@ -14,12 +14,9 @@ are what a rank sends in one forward and backward: read from its interfaces on a
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from statistics import median, quantiles
 
 import torch
 
@@ -40,60 +37,9 @@ from megatron_parm.parallel.grid import RankGrid
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.entrance import guarded
 from megatron_parm.training.tracing import RecordedSpan
-from tools.cluster.counters import own_traffic
+from tools.measure.rows import Row, measure_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass
-class Row:
-    """A schedule in a number of chunks, and what was measured of it."""
-
-    label: str
-    schedule: str
-    chunks: int
-    predicted_ms: float
-    times_ms: list[float] = field(default_factory=list)
-    bytes_intra: float | None = None
-    bytes_inter: float | None = None
-    processor_ms: list[float] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, object]:
-        """The row as `--json` writes it."""
-        low, high = spread(self.times_ms)
-        values: dict[str, object] = {
-            "schedule": self.label,
-            "chunks": self.chunks,
-            "median_ms": median(self.times_ms),
-            "p10_ms": low,
-            "p90_ms": high,
-            "predicted_ms": self.predicted_ms,
-            "processor_ms": median(self.processor_ms),
-            "bytes_intra": self.bytes_intra,
-            "bytes_inter": self.bytes_inter,
-        }
-        if self.label == "auto":
-            values["chosen"] = {"schedule": self.schedule, "chunks": self.chunks}
-        return values
-
-    def as_text(self) -> str:
-        """The row as it is printed."""
-        low, high = spread(self.times_ms)
-        name = f"{self.label} ({self.schedule})" if self.label == "auto" else self.label
-        sent = (
-            f"  {self.bytes_inter / 1e6:8.2f} {self.bytes_intra / 1e6:8.2f}"
-            if self.bytes_inter is not None and self.bytes_intra is not None
-            else ""
-        )
-        times = f"{median(self.times_ms):9.1f} {low:9.1f} {high:9.1f} {self.predicted_ms:11.1f}"
-        times += f" {median(self.processor_ms):9.1f}"
-        return f"{name:16} {self.chunks:6} {times}{sent}"
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the last tenth."""
-    tenths = quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]]
-    return tenths[0], tenths[-1]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -177,31 +123,6 @@ def rows_of(flags: argparse.Namespace, shape: LayerShape, model: CostModel) -> l
     return rows
 
 
-def measure_rows(rows: list[Row], work: Pass, flags: argparse.Namespace, ctx: ParallelContext) -> None:
-    """Fill the rows, one pass of each in every round. Call on all ranks."""
-    synchronise = device_synchroniser(ctx.device)
-    for round_number in range(flags.warmup + flags.iters):
-        for row in rows:
-            transport.barrier(ctx.world)
-            before = own_traffic()
-            transport.barrier(ctx.world)
-            started, worked = time.perf_counter(), time.process_time()
-            work.run(row.schedule, row.chunks)
-            synchronise()
-            elapsed = torch.tensor([(time.perf_counter() - started) * 1000], device=ctx.device)
-            busy = torch.tensor([(time.process_time() - worked) * 1000], device=ctx.device)
-            slowest = transport.max_over(elapsed, ctx.world).item()
-            busy = transport.sum_over(busy, ctx.world)
-            if round_number < flags.warmup:
-                continue
-            row.times_ms.append(slowest)
-            row.processor_ms.append(busy.item())
-            after = own_traffic()
-            if before is not None and after is not None:
-                spent = after - before
-                row.bytes_inter, row.bytes_intra = float(spent.inter.sent), float(spent.intra.sent)
-
-
 def trace_rows(rows: list[Row], work: Pass, path: Path, ctx: ParallelContext) -> None:
     """Write a timeline of one pass of each row. Call on all ranks; `ctx` and `work` carry a recording."""
     stretch = RecordedSpan(path, ctx, Log(ctx.rank))
@@ -230,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(flags, shape)
         rows = rows_of(flags, shape, measure(shape, ctx, dtype, device_synchroniser(device)))
         timed = Pass(build_probe(shape, ctx, dtype), shape.num_tokens, ctx)
-        measure_rows(rows, timed, flags, ctx)
+        measure_rows(rows, timed, flags.warmup, flags.iters, ctx)
         if flags.trace is not None:
             trace_rows(rows, timed, flags.trace, ctx)
         if ctx.rank == 0:
