@@ -8,8 +8,8 @@
 Also under torchrun. The layers are 48 standard ones or those of --grid, a CSV file; --write-grid writes the standard
 ones as such a file. Each line of --results is a layer with all its rows; layers that are there already are not measured
 again, so an interrupted run goes on. The cost model is measured for each layer (--calibrate shape), or once for each
-pair of tp and esp (--calibrate layout, kept in --moe-cost-model). Regret is by how much the row of the candidate that auto chose exceeds the best
-row. Baseline and deepspeed run in one chunk unless --chunk-all.
+pair of tp and esp (--calibrate layout, kept in --moe-cost-model). Regret is by how much the row of the candidate that
+auto chose exceeds the best row. Baseline and deepspeed run in one chunk unless --chunk-all.
 """
 
 import argparse

@@ -10,11 +10,12 @@ import pytest
 from megatron_parm.moe.schedules import SCHEDULES
 from tests.training.processes import ranks
 from tools import bench_moe_layer
-from tools.bench_moe_layer import Row
 from tools.cluster.counters import LinkBytes, RankTraffic
+from tools.measure import rows as measured
 
 SIZES = "--seq 16 --hidden 8 --ffn 16 --num-experts 4 --iters 3 --warmup 1"
-FIGURES = {"schedule", "chunks", "median_ms", "p10_ms", "p90_ms", "predicted_ms", "bytes_intra", "bytes_inter"}
+TIMES = {"median_ms", "p10_ms", "p90_ms", "predicted_ms", "processor_ms"}
+FIGURES = {"schedule", "chunks", "bytes_intra", "bytes_inter"} | TIMES
 
 
 def _check_rows(file: Path, wanted: list[tuple[str, int]]) -> list[dict[str, Any]]:
@@ -50,7 +51,7 @@ def test_one_rank_with_counted_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
         number = next(sent)
         return RankTraffic(LinkBytes(5_000_000 * number, 0), LinkBytes(2_000_000 * number, 0))
 
-    with patch.object(bench_moe_layer, "own_traffic", traffic):
+    with patch.object(measured, "own_traffic", traffic):
         argv = f"{SIZES} --tp 1 --esp 1 --capacity-factor -1 --schedules s1,auto --dtype bf16 --json {file}"
         assert bench_moe_layer.main(argv.split()) == 0
     for row in _check_rows(file, [("s1", 1)]):
@@ -61,18 +62,20 @@ def test_one_rank_with_counted_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_figures_of_a_row() -> None:
-    row = Row("auto", "s1h", 2, 4.5, [float(number) for number in range(11, 0, -1)])
+    times = [float(number) for number in range(11, 0, -1)]
+    row = measured.Row("auto", "s1h", 2, 4.5, times, processor_ms=[3.0, 9.0, 7.0])
     shown = row.as_json()
     assert (shown["median_ms"], shown["p10_ms"], shown["p90_ms"]) == (6.0, 2.0, 10.0)
+    assert shown["processor_ms"] == 7.0
     assert shown["chosen"] == {"schedule": "s1h", "chunks": 2}
-    assert row.as_text().split() == ["auto", "(s1h)", "2", "6.0", "2.0", "10.0", "4.5"]
-    assert bench_moe_layer.spread([3.0]) == (3.0, 3.0)
+    assert row.as_text().split() == ["auto", "(s1h)", "2", "6.0", "2.0", "10.0", "4.5", "7.0"]
+    assert measured.spread([3.0]) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--schedules s1,s3", "--schedules s3: not known; use baseline, deepspeed, s1, s2, s1h, s2h or auto"),
+        ("--schedules s1,s3", "--schedules s3: not known; use baseline, deepspeed, s1, s2, s1h"),
         ("--schedules s2 --capacity-factor -1", "--schedules s2: s2 splits expert slots"),
         ("--chunks 1,x", "--chunks 1,x: expected whole numbers"),
         ("--chunks 0", "--chunks 0: expected whole numbers"),

@@ -21,7 +21,7 @@ import json, os, sys
 from pathlib import Path
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "fail" in Path(__file__).name:
-    sys.exit("this peer cannot run here")
+    sys.exit("error: this peer cannot run here")
 if os.environ["RANK"] == "0":
     found = {"program": "peer", "version": "1.2", "median_ms": 7.0, "times_ms": [7.0]}
     Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(found))
@@ -144,3 +144,5 @@ def test_a_launch_that_takes_too_long_is_ended() -> None:
     found = launcher.run_quietly([sys.executable, "-c", "print('alive', flush=True); import time; time.sleep(60)"], 2)
     assert found is not None and found.startswith("no end after 2 s") and "alive" in found
     assert launcher.run_quietly([sys.executable, "-c", ""], 60) is None
+    found = launcher.run_quietly([sys.executable, "-c", "print(1 / 0)"], 60)
+    assert found is not None and found.splitlines()[-1] == "ZeroDivisionError: division by zero"

@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from megatron_parm.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 EMULATED = re.compile(r"emulated-(?:(\d+)x)?(\d+)")
 LAST_CHARACTERS = 2000
+# the last line of a traceback, or a message of ours: the first is the cause, later ones are echoes on other ranks
+CAUSE = re.compile(r"\s*(\[rank\d+\]:\s*)?(error: |[\w.]*(Error|Exception)\b: )")
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,32 @@ def _torchrun(flags: argparse.Namespace) -> Launcher:
     )
 
 
-def run_quietly(command: Sequence[str], seconds: float) -> str | None:
-    """Run a command; None if it ended well, else the last of what it said."""
+def run_quietly(command: Sequence[str], seconds: float, shown: re.Pattern[str] | None = None) -> str | None:
+    """Run a command; None if it ended well, else the last of what it said. Lines that match `shown` are printed."""
+    said: list[str] = []
+    late = threading.Event()
     # its own session would outlive Ctrl-C: the launchers end their ranks themselves
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        try:
-            said, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
+
+        def stop() -> None:
+            late.set()
             process.terminate()  # the launcher ends its ranks and removes its network
-            said, _ = process.communicate()
-            return f"no end after {seconds:.0f} s\n{said[-LAST_CHARACTERS:]}"
-    return None if process.returncode == 0 else f"exit code {process.returncode}\n{said[-LAST_CHARACTERS:]}"
+
+        watch = threading.Timer(seconds, stop)
+        watch.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if shown is not None and shown.match(line):
+                print(line, end="", flush=True)
+        process.wait()
+        watch.cancel()
+    text = "".join(said)
+    if late.is_set():
+        return f"no end after {seconds:.0f} s\n{text[-LAST_CHARACTERS:]}"
+    if process.returncode == 0:
+        return None
+    causes = [line.rstrip() for line in said if CAUSE.match(line) and "ChildFailedError" not in line]
+    return "\n".join([f"exit code {process.returncode}", text[-LAST_CHARACTERS:], *causes[:1]])

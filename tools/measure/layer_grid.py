@@ -77,7 +77,8 @@ def read_grid(path: Path) -> list[GridPoint]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        points = [GridPoint(**{name: kinds[name](value) for name, value in row.items()}) for row in rows]
+        values: list[dict[str, Any]] = [{name: kinds[name](value) for name, value in row.items()} for row in rows]
+        points = [GridPoint(**one) for one in values]
     except (OSError, ValueError, TypeError, KeyError) as error:
         names = ",".join(kinds)
         raise DataError(

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from megatron_parm.errors import ConfigError
 from tools.measure.layer_grid import GridPoint
@@ -72,7 +72,7 @@ def stratified(points: Sequence[GridPoint], count: int, seed: int = SAMPLE_SEED)
         own = sorted(strata[layout], key=lambda point: (_work(point), point.key))
         wanted = min(share + (place < over), len(own))
         cuts = [len(own) * number // wanted for number in range(wanted + 1)] if wanted else []
-        chosen += [own[draw.randrange(first, last)] for first, last in zip(cuts, cuts[1:], strict=False)]
+        chosen += [own[draw.randrange(first, last)] for first, last in pairwise(cuts)]
     return chosen
 
 

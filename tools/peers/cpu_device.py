@@ -7,6 +7,7 @@ Nothing here is called where there is a GPU.
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -125,6 +126,33 @@ def patch_megatron() -> None:
         return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def patch_uneven_collectives() -> None:
+    """Gloo refuses to gather or scatter slices of unlike sizes, as an expert's input without padding needs: both are
+    built on an AlltoAll here, which is faster than gloo's own calls for like sizes."""
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(outputs, own, group=None, async_op=False):
+        if len({output.shape for output in outputs}) == 1:
+            return gather(outputs, own, group, async_op)
+        counts = [len(output) for output in outputs]
+        joined = own.new_empty((sum(counts), *own.shape[1:]))
+        dist.all_to_all_single(joined, torch.cat([own] * len(counts)), counts, [len(own)] * len(counts), group=group)
+        for output, part in zip(outputs, joined.split(counts), strict=True):
+            output.copy_(part)
+        return None
+
+    def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if len({one.shape for one in inputs}) == 1:
+            return scatter(output, inputs, op, group, async_op)
+        counts = [len(one) for one in inputs]
+        parts = output.new_empty((len(counts) * len(output), *output.shape[1:]))
+        dist.all_to_all_single(parts, torch.cat(list(inputs)), [len(output)] * len(counts), counts, group=group)
+        output.copy_(parts.unflatten(0, (len(counts), -1)).sum(0) if len(output) else parts)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def patch_norm() -> None:

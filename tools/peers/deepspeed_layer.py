@@ -129,7 +129,7 @@ def main() -> None:
     """Time it and write the result."""
     flags = ranks.layer_flags(__doc__).parse_args()
     if flags.esp not in (1, flags.tp):
-        sys.exit(f"DeepSpeed cuts an expert over all {flags.tp} ranks of tp or not at all, not over {flags.esp}")
+        sys.exit(f"error: DeepSpeed cuts an expert over all {flags.tp} ranks of tp or not at all, not over {flags.esp}")
     device = ranks.prepare()
     deepspeed.init_distributed(dist_backend="nccl" if HAS_GPU else "gloo", verbose=False)
     if not HAS_GPU:

@@ -82,6 +82,7 @@ def main() -> None:
     dist.init_process_group("nccl" if HAS_GPU else "gloo")
     if not HAS_GPU:
         cpu_device.patch_megatron()
+        cpu_device.patch_uneven_collectives()
         cpu_device.patch_norm()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=flags.tp,

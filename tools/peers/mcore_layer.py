@@ -70,6 +70,7 @@ def main() -> None:
     dist.init_process_group("nccl" if HAS_GPU else "gloo")
     if not HAS_GPU:
         cpu_device.patch_megatron()
+        cpu_device.patch_uneven_collectives()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=flags.tp,
         expert_model_parallel_size=flags.ep,
