@@ -74,12 +74,14 @@ def build_gpt(
     ctx: ParallelContext,
     generator: torch.Generator,
     cost_model: CostModel = PUBLISHED,
+    *,
+    draws_weights: bool = True,
 ) -> BuiltModel:
     """The GPT of a resolved `config`, the same weights on every layout. Call on all ranks.
 
     `generator` is the stream of dropout on activations that are identical on tp. Under sequence parallelism none is,
     and dropout draws from the device's default stream, which differs on tp. The MoE layers get the schedule of least
-    cost by `cost_model`, or the one of the flags.
+    cost by `cost_model`, or the one of the flags. Without `draws_weights` they are uninitialised.
     """
     shape = model_shape(config, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
@@ -96,7 +98,8 @@ def build_gpt(
         parts=config.parallel.stages(config.model.num_layers)[ctx.pp.rank :: ctx.pp.size],
         execution=execution,
     )
-    initialise_weights(model, config.training.seed)
+    if draws_weights:
+        initialise_weights(model, config.training.seed)
     return BuiltModel(model, choice, scale, record)
 
 
@@ -107,6 +110,8 @@ def build_bert(
     ctx: ParallelContext,
     generator: torch.Generator,
     cost_model: CostModel = PUBLISHED,
+    *,
+    draws_weights: bool = True,
 ) -> BuiltModel:
     """The BERT of a resolved `config`; everything else as `build_gpt`."""
     assert config.bert is not None, "these are the settings of a GPT"
@@ -131,7 +136,8 @@ def build_bert(
         execution=execution,
         has_order_head=not config.bert.bert_no_binary_head,
     )
-    initialise_weights(model, config.training.seed)
+    if draws_weights:
+        initialise_weights(model, config.training.seed)
     return BuiltModel(model, choice, scale, record)
 
 
