@@ -99,8 +99,10 @@ def _load_tensors(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # whatever torch meets in a file from anywhere
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if type(error).__name__ == "UnpicklingError" and "Unsupported" in str(error):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        unsupported = [line for line in lines if "unsupported" in line.lower()]
+        reason = (unsupported or lines)[0]
+        if type(error).__name__ == "UnpicklingError" and unsupported:
             raise UntrustedCheckpointError(
                 f"{path} holds more than tensors, and loading it would run code; nothing of it was run ({reason})"
             ) from None

@@ -16,6 +16,7 @@ from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
 from megatron_parm.checkpoint.load import has_same_layout, load_rank_tensors, load_tensors, read_state
 from megatron_parm.checkpoint.save import SaveReport, save_checkpoint
 from megatron_parm.checkpoint.verify import VerifiedCheckpoint
+from megatron_parm.checkpoint.whole_model import WholeModel
 from megatron_parm.config.fields import flags_of
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import SECTIONS, RunConfig, to_dict
@@ -26,6 +27,7 @@ from megatron_parm.optim.schedule import RateSchedule, reconcile
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec, saved_tensors, spec_of
 from megatron_parm.training.assemble import Assembly, named_layout
+from megatron_parm.training.foreign import fill_from_foreign, foreign_state, open_foreign
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
 from megatron_parm.training.upcycle import plan_upcycling
@@ -81,6 +83,7 @@ class SavedRun:
 
     checkpoint: VerifiedCheckpoint
     state: dict[str, Any]
+    foreign: WholeModel | None = None  # of a folder of Hugging Face: weights only
 
     @property
     def progress(self) -> RunProgress:
@@ -146,6 +149,9 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedR
     root = Path(checkpoint.load)
     is_restart_line = checkpoint.save is not None and root.resolve() == Path(checkpoint.save).resolve()
     if not has_checkpoint(root, ctx):
+        found_foreign = open_foreign(root, ctx)
+        if found_foreign is not None:
+            return _foreign_run(config, *found_foreign, log)
         if is_restart_line and not checkpoint.exit_on_missing_checkpoint:
             log.say(f" > no checkpoint in {root} yet: starting afresh")
             return None
@@ -170,6 +176,14 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedR
     else:
         check_same_model(config, settings, data_order=not checkpoint.finetune)
     return saved
+
+
+def _foreign_run(config: RunConfig, checkpoint: VerifiedCheckpoint, model: WholeModel, log: Log) -> SavedRun:
+    for warning in checkpoint.warnings:
+        log.warn(warning)
+    state = foreign_state(model, config)
+    check_same_model(config, state["config"], data_order=False, with_experts=not config.upcycles)
+    return SavedRun(checkpoint, state, model)
 
 
 def vocabulary_rows(checkpoint: VerifiedCheckpoint) -> int | None:
@@ -205,6 +219,8 @@ def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bo
 def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]:
     """Fill the run from `saved`; returns where it goes on and by which schedule. Call on all ranks."""
     settings, checkpoint, state = run.config.checkpoint, saved.checkpoint, saved.state
+    if saved.foreign is not None:
+        return _load_foreign(run, saved.foreign), run.schedule
     check_vocabulary(run.built.model.shape.vocab_size, run.config.data.tokenizer_type, state)
     tensors = model_tensors(run.built)
     if run.config.upcycles:
@@ -229,6 +245,16 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     if progress.iteration >= run.config.train_iterations:  # nothing left to do: no rate is needed any more
         return progress, run.schedule
     return progress, _schedule(run, state)
+
+
+def _load_foreign(run: Assembly, model: WholeModel) -> RunProgress:
+    plan = plan_upcycling(run.built) if run.config.upcycles else None
+    tensors = model_tensors(run.built) if plan is None else plan.whole | plan.parts
+    fill_from_foreign(model, tensors, run.built.model.shape.vocab_size, run.ctx)
+    if plan is not None:
+        plan.spread()
+    run.optimizer.masters.refresh()
+    return RunProgress()
 
 
 def _upcycle(run: Assembly, checkpoint: VerifiedCheckpoint) -> RunProgress:
