@@ -117,7 +117,11 @@ class FolderTensors:
         self.files: list[str] = []
         self._places: dict[str, SafetensorsFile | BinFile] = {}
         self._entries: dict[str, TensorInfo] = {}
-        for index, single, kind in ((INDEX, SINGLE, SafetensorsFile), (OLD_INDEX, OLD_SINGLE, BinFile)):
+        kinds: tuple[tuple[str, str, type[SafetensorsFile] | type[BinFile]], ...] = (
+            (INDEX, SINGLE, SafetensorsFile),
+            (OLD_INDEX, OLD_SINGLE, BinFile),
+        )
+        for index, single, kind in kinds:
             if (folder / index).exists() or (folder / index).is_symlink():
                 self._open_indexed(plain_file(folder, index), kind)
                 return

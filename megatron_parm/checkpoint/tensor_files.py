@@ -96,7 +96,7 @@ class SafetensorsFile:
             return values
         with self.path.open("rb") as file:
             file.seek(start)
-            found = file.readinto(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[attr-defined]
+            found = file.readinto(memoryview(values.view(-1).view(torch.uint8).numpy()))
         if found != info.bytes:
             raise CheckpointError(f"{self.path} ends inside {name}: {found} of {info.bytes} bytes are there")
         return values

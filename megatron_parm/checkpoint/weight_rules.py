@@ -6,6 +6,7 @@ A `Rule` has both directions, so what is read can be written again bit for bit. 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,6 +121,10 @@ def filled(table: Mapping[str, Rule], num_experts: int = 0, layer: int | None = 
         yield Link(ours if layer is None else ours.replace("{layer}", str(layer)), replace(rule, theirs=tuple(theirs)))
 
 
+def _joined(rule: Rule, theirs: Sequence[Tensor], heads: Heads) -> Sequence[Tensor]:
+    return [rule.join(theirs, heads)]
+
+
 def _outline(action: Callable[[], Sequence[Tensor]], what: str) -> list[TensorInfo]:
     try:
         return [TensorInfo.of(tensor) for tensor in action()]
@@ -144,9 +149,7 @@ class OursFromTheirs:
                 raise CheckpointError(f"{where}: {link.ours} is made of {missing} too; only {names(present)} is there")
             used.update(present)
             outlines = [theirs.entries[name].outline for name in present]
-            made = _outline(
-                lambda link=link, outlines=outlines: [link.rule.join(outlines, heads)], f"{where}: {link.ours}"
-            )  # type: ignore[misc]
+            made = _outline(partial(_joined, link.rule, outlines, heads), f"{where}: {link.ours}")
             entries[link.ours] = made[0]
             self._links[link.ours] = link
         left = theirs.entries.keys() - used
@@ -182,7 +185,7 @@ class TheirsFromOurs:
                 continue
             used.add(link.ours)
             outline = ours.entries[link.ours].outline
-            made = _outline(lambda link=link, outline=outline: link.rule.part(outline, heads), f"{where}: {link.ours}")  # type: ignore[misc]
+            made = _outline(partial(link.rule.part, outline, heads), f"{where}: {link.ours}")
             if len(made) != len(link.rule.theirs):
                 raise CheckpointError(
                     f"{where}: {link.ours} {ours.entries[link.ours]} makes {len(made)} tensors, "

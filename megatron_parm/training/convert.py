@@ -117,7 +117,8 @@ def _with_tokenizer(model: WholeModel, root: Path) -> tuple[RunConfig, int, tupl
     """The settings with the tokenizer whose files travel along, and its vocabulary."""
     if ORIGIN_CONFIG not in model.origin and not model.tokenizer_files:
         return model.config, model.vocab_size, ()
-    config, vocab_size, notes = model.config, model.vocab_size, []
+    notes: list[str] = []
+    config, vocab_size = model.config, model.vocab_size
     by_name = {file.name: file for file in model.tokenizer_files}
     for found in _tokenizers(by_name, is_bert=config.bert is not None):
         data = replace(config.data, **found)
