@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_parm.grads.overlap import OverlappedReduction
 from megatron_parm.training import step
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
@@ -19,6 +20,8 @@ LAYERS = "--num-layers 4 --precision fp64 --eval-iters 1 --eval-interval 2"
 SINGLE = Layout(1)
 TWO = "--num-virtual-stages-per-pipeline-rank 2"
 ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 300"
+ZERO = "--use-distributed-optimizer --ddp-bucket-size 500"
 FIGURES = ("lm_loss", "load_balancing_loss", "grad_norm")
 
 # layout, flags
@@ -64,6 +67,36 @@ def test_a_pipeline_trains_and_evaluates_as_one_process(pools: Pools, corpus: st
         assert outcome.column("lm_loss", "valid") == pytest.approx(whole.column("lm_loss", "valid"), rel=EQUAL)
         totals = [one.of("start")[0]["parameters"]["total"] for one in (outcome, whole)]
         assert totals[0] == totals[1] or layout.tp > 1, "tied embeddings count once; tp pads the vocabulary"
+
+
+@pytest.mark.cover(
+    layout=[Layout(4, pp=2), Layout(4, pp=2, ep=2), Layout(8, pp=2, tp=2, ep=2, esp=2)],
+    stages=["", TWO, ZERO_BUBBLE],
+    way=[OVERLAP, ZERO, f"{ZERO} --overlap-param-gather", f"{ZERO} {OVERLAP} --overlap-param-gather"],
+    where=lambda layout, stages, way: not (stages == ZERO_BUBBLE and OVERLAP in way),
+)
+def test_every_way_to_update_equals_one_process(
+    pools: Pools, corpus: str, layout: Layout, stages: str, way: str
+) -> None:
+    """Gradients reduced beside the backward passes of a schedule, parameters gathered beside its forward passes."""
+    argv = flags(corpus, MOE, LAYERS, "--train-iters 3 --micro-batch-size 1")
+    whole = _run(pools, SINGLE, argv)[0]
+    for outcome in _run(pools, layout, [*argv, *f"{_sizes(layout)} {stages} {way}".split()]):
+        for name in FIGURES:
+            assert outcome.column(name) == pytest.approx(whole.column(name), rel=EQUAL)
+        assert outcome.column("lm_loss", "valid") == pytest.approx(whole.column("lm_loss", "valid"), rel=EQUAL)
+
+
+def test_a_reduction_that_counts_one_micro_batch_is_caught(pools: Pools, corpus: str) -> None:
+    """Negative control: a pipeline brings the first micro-batch's gradients long before the last one's."""
+    argv = flags(corpus, MOE, LAYERS, "--train-iters 1 --micro-batch-size 1", OVERLAP)
+    with pytest.raises(Exception, match="came after its bucket was sent"):
+        _run(pools, Layout(4, pp=2), [*argv, "--pipeline-model-parallel-size", "2"], fault=_one_micro_batch_is_all)
+
+
+def _one_micro_batch_is_all(rank: int) -> Any:
+    begin = OverlappedReduction.begin
+    return patch.object(OverlappedReduction, "begin", lambda self, num_micro_batches: begin(self, 1))
 
 
 def _without_the_sum_over_ends(rank: int) -> Any:
