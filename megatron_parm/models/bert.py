@@ -95,7 +95,8 @@ class BertModel(nn.Module):
         """Tokens, mask (1 or True where there is text) and segments [b, s] -> hidden states [s, b, h].
 
         Instead of tokens the hidden states of the stage before, on all stages but the first. No position attends to
-        padding; what stands at padding itself means nothing. Between stages [s/tp, b, h] under sequence parallelism.
+        padding, and padding goes to no expert; what stands there means nothing. Between stages [s/tp, b, h] under
+        sequence parallelism.
         """
         layers = self.layers_of_parts[part]
         batch, length = padding_mask.shape
@@ -106,7 +107,9 @@ class BertModel(nn.Module):
             hidden = self.embedding(tokens, position_ids, token_types)  # [s, b, h]
         expect_shape(hidden, "s b h", s=length // self._joined_over.size, b=batch, h=self.shape.hidden_size)
         is_padding = padding_mask == 0
-        output: Tensor = self.encoder(hidden, position_ids, is_padding[:, None, None, :], layers)  # [s, b, h]
+        output: Tensor = self.encoder(
+            hidden, position_ids, is_padding[:, None, None, :], layers, ~is_padding.t()
+        )  # [s, b, h]
         if layers.stop != self.shape.num_layers:
             return output
         return all_gather(output, self._joined_over, 0)  # [s, b, h]

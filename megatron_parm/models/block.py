@@ -22,7 +22,16 @@ class FeedForwardMaker(Protocol):
     """Makes the feed-forward module of a layer, by its global number from 0: dense, or of experts."""
 
     def __call__(self, layer: int, /) -> nn.Module:
-        """A module [s, b, h] -> [s, b, h] identical on tp; slices [s/tp, b, h] under sequence parallelism."""
+        """A module [s, b, h] -> [s, b, h] identical on tp; slices [s/tp, b, h] under sequence parallelism.
+
+        One that is no `FeedForward` is told, where there is padding, which tokens [s, b] are text.
+        """
+
+
+def run_feed_forward(mlp: nn.Module, x: Tensor, is_text: Tensor | None) -> Tensor:
+    """[s, b, h] -> [s, b, h]. Only where tokens meet each other does it matter which are padding."""
+    output: Tensor = mlp(x) if is_text is None or isinstance(mlp, FeedForward) else mlp(x, is_text)
+    return output
 
 
 def residual_dtype(shape: ModelShape, dtype: torch.dtype) -> torch.dtype:
@@ -98,15 +107,20 @@ class TransformerBlock(nn.Module):
         self.mlp = mlp
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism."""
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None, is_text: Tensor | None = None
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism.
+
+        `is_text`: bool [s, b] of whole sequences, False for padding; None: all is text.
+        """
         normed = self.input_layernorm(x)
         with self._keeping(normed, self.input_layernorm, x):
             attended = self.self_attention(normed, rotation, may_attend)
         x = self.dropout(attended) + (normed.to(x.dtype) if self.residual_is_normed else x)
         normed = self.pre_mlp_layernorm(x)
         with self._keeping(normed, self.pre_mlp_layernorm, x):
-            made = self.mlp(normed)
+            made = run_feed_forward(self.mlp, normed, is_text)
         output: Tensor = self.dropout(made) + (normed.to(x.dtype) if self.residual_is_normed else x)
         return output
 

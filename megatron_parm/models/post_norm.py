@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.rotary import Rotation
-from megatron_parm.models.block import make_norm
+from megatron_parm.models.block import make_norm, run_feed_forward
 from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.context import Axis
@@ -45,8 +45,10 @@ class PostNormBlock(nn.Module):
         self.post_mlp_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism."""
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None, is_text: Tensor | None = None
+    ) -> Tensor:
+        """As `TransformerBlock.forward`."""
         x = self.post_attention_layernorm(x + self.dropout(self.self_attention(x, rotation, may_attend)))
-        output: Tensor = self.post_mlp_layernorm(x + self.dropout(self.mlp(x)))
+        output: Tensor = self.post_mlp_layernorm(x + self.dropout(run_feed_forward(self.mlp, x, is_text)))
         return output

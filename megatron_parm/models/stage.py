@@ -51,14 +51,19 @@ class TransformerStage(nn.Module):
             self.final_layernorm = make_norm(shape, dtype=dtype, device=device, execution=execution)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layers: range | None = None
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        layers: range | None = None,
+        is_text: Tensor | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h] through `layers` (default: all that are held), the final norm after the last layer.
 
         Slices [s/tp, b, h] under sequence parallelism.
 
         `position_ids` [b, s] and `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, are those
-        of the whole sequence.
+        of the whole sequence, as is `is_text` bool [s, b], False for padding; None: all is text.
         """
         rotation = None
         if self.shape.positions == "rope":
@@ -66,13 +71,20 @@ class TransformerStage(nn.Module):
         may_attend = None if attention_mask is None else self._may_attend(attention_mask)
         held = list(self.layers) if layers is None else [str(layer) for layer in layers]
         for names, runs_again in self.execution.groups(held):
-            run = partial(self._run, names, rotation, may_attend)
+            run = partial(self._run, names, rotation, may_attend, is_text)
             x = self.execution.recomputation(run, x, is_local=False) if runs_again else run(x)
         return self.final_layernorm(x) if held[-1] == str(self.shape.num_layers - 1) else x
 
-    def _run(self, names: list[str], rotation: Rotation | None, may_attend: Tensor | None, x: Tensor) -> Tensor:
+    def _run(
+        self,
+        names: list[str],
+        rotation: Rotation | None,
+        may_attend: Tensor | None,
+        is_text: Tensor | None,
+        x: Tensor,
+    ) -> Tensor:
         for name in names:
-            x = self.layers[name](x, rotation, may_attend)
+            x = self.layers[name](x, rotation, may_attend, is_text)
         return x
 
     def _may_attend(self, attention_mask: Tensor) -> Tensor:

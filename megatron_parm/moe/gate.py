@@ -89,11 +89,30 @@ class GateSettings:
 
 @dataclass(frozen=True)
 class _Part:
-    """Which tokens of the micro-batch those at hand are: `count` of them from number `first` on, of `whole` in all."""
+    """Which tokens of the micro-batch those at hand are: `count` of them from number `first` on, of `whole` in all.
+
+    all_text: bool `[whole]`, False for padding; None where all is text.
+    """
 
     count: int
     first: int
     whole: int
+    all_text: Tensor | None = None
+
+    @property
+    def is_text(self) -> Tensor | None:
+        """`[count]`, of the tokens at hand."""
+        return None if self.all_text is None else self.all_text[self.first : self.first + self.count]
+
+    def num_counted(self) -> int | Tensor:
+        """Tokens of the whole micro-batch that are text."""
+        return self.whole if self.all_text is None else self.all_text.sum().clamp(min=1)
+
+    def lengths(self, num_samples: int) -> int | Tensor:
+        """Tokens of each sequence that are text, `[num_samples, 1]`, or one number for all."""
+        if self.all_text is None:
+            return self.whole // num_samples
+        return self.all_text.view(-1, num_samples).sum(0).clamp(min=1).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -150,24 +169,27 @@ class Gate(nn.Module):
         slots_multiple_of: int = 1,
         chunks: int = 1,
         num_samples: int = 1,
+        is_text: Tensor | None = None,
     ) -> Routing:
         """Route tokens `[n, h]`.
 
         shared_over: the tokens are this rank's slice over that axis, so the weight's gradient and the counts of the
         balance loss are summed over it. segments: the tokens are those of all ranks of that axis, in axis order; each
         rank's own count alone in the losses. padded, slots_multiple_of, chunks: see `place`. num_samples: sequences
-        in the micro-batch; its tokens go by position, then by sequence. In eval mode there are no losses and nothing is
-        recorded.
+        in the micro-batch; its tokens go by position, then by sequence. is_text: bool, of each token of the whole
+        micro-batch, False for padding: it goes to no expert and counts in no loss and no figure. In eval mode there are
+        no losses and nothing is recorded.
         """
         num_segments = 1 if segments is None else segments.size
         count = tokens.shape[0] // num_segments
-        part = _Part(count, 0, count)
+        part = _Part(count, 0, count, is_text)
         if shared_over is not None:
-            part = _Part(count, shared_over.rank * count, shared_over.size * count)
+            part = _Part(count, shared_over.rank * count, shared_over.size * count, is_text)
+        text_at_hand = self._text_of_segments(part, segments)
         if self.settings.jitter is not None and self.training:
             tokens = tokens * self._noise(tokens, part, segments)
         logits = self._logits(tokens, shared_over, num_segments)  # [n, E]
-        expert, weight = self._choose(logits, part, shared_over)
+        expert, weight = self._choose(logits, part, shared_over, text_at_hand)
         own = self._own_part(tokens.shape[0], segments)
         counting = self._start_counting(logits[own], expert[own], part, num_samples, shared_over)
         routing = place(
@@ -180,12 +202,15 @@ class Gate(nn.Module):
             padded=padded or self.settings.pads_to_capacity,
             slots_multiple_of=slots_multiple_of,
             chunks=chunks,
+            is_text=text_at_hand,
         )
         if counting is None:
             return routing
         probabilities = probabilities_of(logits[own], self.settings.score_function)
+        if part.is_text is not None:
+            probabilities = probabilities * part.is_text.unsqueeze(1)
         balance, z = self._losses(logits[own], probabilities, counting, part)
-        counts = count_values(expert[own], self.settings.num_experts)
+        counts = count_values(expert[own], self.settings.num_experts, part.is_text)
         self._note(routing.kept[own], counts, (balance, z), probabilities, shared_over)
         return replace(routing, weight=self._attach(routing.weight, balance, z))
 
@@ -194,6 +219,13 @@ class Gate(nn.Module):
         s = self.settings
         factor = s.capacity_factor if self.training else s.eval_capacity_factor
         return capacity_of(num_tokens, s.num_experts, s.topk, factor, s.min_capacity)
+
+    @staticmethod
+    def _text_of_segments(part: _Part, segments: Axis | None) -> Tensor | None:
+        """`[n]`: which of the tokens at hand, those of other ranks included, are text."""
+        if part.is_text is None or segments is None:
+            return part.is_text
+        return transport.gather_stack(part.is_text.to(torch.uint8), segments).flatten().bool()
 
     def _noise(self, tokens: Tensor, part: _Part, segments: Axis | None) -> Tensor:
         """Factors of the jitter. Drawn for the whole micro-batch, so that every schedule draws the same."""
@@ -212,7 +244,9 @@ class Gate(nn.Module):
         scores = [F.linear(segment.to(precision), weight) for segment in tokens.chunk(num_segments)]
         return scores[0] if num_segments == 1 else torch.cat(scores)
 
-    def _choose(self, logits: Tensor, part: _Part, shared_over: Axis | None) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, part: _Part, shared_over: Axis | None, is_text: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """(expert `[n, k]`, weight `[n, k]`), the best choice first."""
         s = self.settings
         if s.forces_balance:
@@ -220,18 +254,22 @@ class Gate(nn.Module):
             expert = expert.repeat(logits.shape[0] // part.count, 1)
             return expert, weigh(logits, expert, s.selection)
         if s.balancing == "sinkhorn":
-            return select_by_sinkhorn(logits, self._even_shares(logits, part, shared_over), s.topk)
+            return select_by_sinkhorn(logits, self._even_shares(logits, part, shared_over, is_text), s.topk)
         return select(logits, s.selection, self.expert_bias)
 
     @torch.no_grad()
-    def _even_shares(self, logits: Tensor, part: _Part, shared_over: Axis | None) -> Tensor | None:
-        """What `sinkhorn` makes of each whole micro-batch, for the tokens at hand; None in evaluation."""
+    def _even_shares(
+        self, logits: Tensor, part: _Part, shared_over: Axis | None, is_text: Tensor | None = None
+    ) -> Tensor | None:
+        """What `sinkhorn` makes of the text of each whole micro-batch, for the tokens at hand; None in evaluation."""
         if not self.training:
             return None
         if shared_over is not None:
             whole = transport.gather_stack(logits, shared_over).flatten(0, 1)  # [whole, E]
-            return sinkhorn(whole)[part.first : part.first + part.count]
-        return torch.cat([sinkhorn(segment) for segment in logits.chunk(logits.shape[0] // part.count)])
+            return _shares_of_text(whole, part.all_text)[part.first : part.first + part.count]
+        number = logits.shape[0] // part.count
+        texts = [None] * number if is_text is None else is_text.chunk(number)
+        return torch.cat([_shares_of_text(*pair) for pair in zip(logits.chunk(number), texts, strict=True)])
 
     @staticmethod
     def _own_part(num_tokens: int, segments: Axis | None) -> slice:
@@ -252,7 +290,8 @@ class Gate(nn.Module):
             expert = probabilities_of(logits, s.score_function).topk(s.topk, dim=-1).indices
         by_sample = num_samples if s.balancing == "seq_aux_loss" else 1
         sample = torch.arange(part.first, part.first + part.count, device=expert.device) % by_sample
-        counts = count_values(expert + (sample * s.num_experts).unsqueeze(1), by_sample * s.num_experts)
+        index = expert + (sample * s.num_experts).unsqueeze(1)
+        counts = count_values(index, by_sample * s.num_experts, part.is_text)
         if shared_over is None or s.balance_coefficient is None:
             return _Counting(transport.landed(counts), sample, by_sample)
         flight = transport.start_sum_over(counts, shared_over)
@@ -266,11 +305,12 @@ class Gate(nn.Module):
         if s.balance_coefficient is not None:
             if s.balancing == "seq_aux_loss":
                 table = counts.view(counting.num_samples, s.num_experts)
-                balance = sequence_balancing_loss(probabilities, table, counting.sample, part.whole, s.topk)
+                lengths = part.lengths(counting.num_samples)
+                balance = sequence_balancing_loss(probabilities, table, counting.sample, lengths, s.topk)
             else:
-                balance = load_balancing_loss(probabilities, counts, part.whole, s.topk)
+                balance = load_balancing_loss(probabilities, counts, part.num_counted(), s.topk)
         if s.z_coefficient is not None:
-            z = z_loss(logits, part.whole)
+            z = z_loss(logits, part.num_counted(), part.is_text)
         return balance, z
 
     def _attach(self, weight: Tensor, balance: Tensor, z: Tensor) -> Tensor:
@@ -294,3 +334,13 @@ class Gate(nn.Module):
         self.record.add(
             self.layer, figures, copies=1 if is_cut else self._tp.size, parts=self._tp.size if is_cut else 1
         )
+
+
+def _shares_of_text(logits: Tensor, is_text: Tensor | None) -> Tensor:
+    """`sinkhorn` of the rows that are text; the others are zero."""
+    if is_text is None:
+        return sinkhorn(logits)
+    shares = torch.zeros_like(logits)
+    if is_text.any():
+        shares[is_text] = sinkhorn(logits[is_text])
+    return shares

@@ -86,24 +86,28 @@ class MoELayer(nn.Module):
         """The router, in the paper's word."""
         return self.router
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; `[s/tp, b, h]` both under sequence parallelism."""
+    def forward(self, x: Tensor, is_text: Tensor | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h]; `[s/tp, b, h]` both under sequence parallelism.
+
+        is_text: bool [s, b] of whole sequences, False for padding, which goes to no chosen expert; None: all is text.
+        """
         expect_shape(x, "s b h", h=self.router.weight.shape[1])
         tokens = x.reshape(-1, x.shape[-1])  # [n, h]
+        text = None if is_text is None else is_text.flatten()
         with self._ctx.trace.span("MoE layer", schedule=self.schedule, chunks=self.chunks):
-            output = self._ordered(tokens, num_samples=x.shape[1]).view_as(x)  # [s, b, h]
+            output = self._ordered(tokens, self._block(x.shape[1], text)).view_as(x)  # [s, b, h]
         return output if self.shared_experts is None else output + self.shared_experts(x)
 
-    def _ordered(self, tokens: Tensor, num_samples: int) -> Tensor:
+    def _ordered(self, tokens: Tensor, block: MoEBlock) -> Tensor:
         must_join = self.sequence_parallel and self.schedule not in STARTS_FROM_SLICES
         if must_join:
             tokens = mp_all_gather(tokens, self._ctx)  # [n/tp, h] -> [n, h]
-        output = SCHEDULES[self.schedule](tokens, self._block(num_samples), self._ctx, self.chunks)  # [n, h]
+        output = SCHEDULES[self.schedule](tokens, block, self._ctx, self.chunks)  # [n, h]
         return mp_split(output, self._ctx) if must_join else output  # [n, h] -> [n/tp, h]
 
-    def _block(self, num_samples: int) -> MoEBlock:
+    def _block(self, num_samples: int, is_text: Tensor | None) -> MoEBlock:
         """What the schedule orders, which tells the trace what it does where there is one."""
-        gate, trace = partial(self.router, num_samples=num_samples), self._ctx.trace
+        gate, trace = partial(self.router, num_samples=num_samples, is_text=is_text), self._ctx.trace
         again = self._recompute
         experts = self.experts if again is None else _RecomputedExperts(self.experts, again)
         if not trace.is_recording:

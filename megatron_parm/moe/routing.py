@@ -63,8 +63,13 @@ def chunk_counts(count: int, chunks: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def count_values(index: Tensor, size: int) -> Tensor:
-    """How often each number below `size` stands in `index`: `[size]`. Unlike bincount it never waits for the device."""
+def count_values(index: Tensor, size: int, is_text: Tensor | None = None) -> Tensor:
+    """How often each number below `size` stands in `index`: `[size]`. Unlike bincount it never waits for the device.
+
+    is_text: bool `[n]`, the rows of `index` `[n, k]` that count; None: all.
+    """
+    if is_text is not None:
+        return count_values(torch.where(is_text.unsqueeze(1), index, size), size + 1)[:-1]
     index = index.flatten()
     return index.new_zeros(size).scatter_add_(0, index, torch.ones_like(index))
 
@@ -80,29 +85,33 @@ def place(
     padded: bool = True,
     slots_multiple_of: int = 1,
     chunks: int = 1,
+    is_text: Tensor | None = None,
 ) -> Routing:
     """Give every choice (`expert`, `weight`: `[n, k]`) a row, or drop it.
 
     `capacity` counts within each of `segments` equal runs of tokens; None keeps everything and packs the buckets.
     Policy "probs" keeps the choices of largest weight, "position" the first tokens. Slots of padded buckets are rounded
-    up so that each chunk has a multiple of `slots_multiple_of`.
+    up so that each chunk has a multiple of `slots_multiple_of`. is_text: bool `[n]`, False for padding, whose choices
+    take no slot and count nowhere; None: all is text. The capacity does not depend on it.
     """
-    counts = count_values(expert, num_experts)
-    if capacity is None:
-        kept = torch.ones_like(expert, dtype=torch.bool)
+    counts = count_values(expert, num_experts, is_text)
+    everything = torch.ones_like(expert, dtype=torch.bool)
+    if capacity is None and is_text is None:
         row = _packed_rows(expert, counts, chunks)
-        return Routing(expert, row, weight, kept, counts, counts, None, segments, chunks, row.numel())
+        return Routing(expert, row, weight, everything, counts, counts, None, segments, chunks, row.numel())
+    owners = num_experts * segments
     segment = torch.arange(segments, device=expert.device).repeat_interleave(expert.numel() // segments)
     owner = expert.flatten() * segments + segment  # [n * k]
-    slot = _slots(owner, weight, num_experts * segments, policy)
-    kept = (slot < capacity).view_as(expert)
+    kept = everything if is_text is None else everything & is_text.unsqueeze(1)
+    if capacity is not None:
+        slot = _slots(torch.where(kept.flatten(), owner, owners), weight, owners + 1, policy)  # padding queues apart
+        kept = kept & (slot < capacity).view_as(expert)
     kept_or_none = torch.where(kept, expert, num_experts)
     kept_counts = count_values(kept_or_none, num_experts + 1)[:-1]
-    if not padded:
+    if capacity is None or not padded:
         row = torch.where(kept, _packed_rows(kept_or_none, kept_counts, chunks), expert.numel())
         return Routing(expert, row, weight * kept, kept, counts, kept_counts, None, segments, chunks, row.numel())
     per_chunk = -(-capacity // (slots_multiple_of * chunks)) * slots_multiple_of
-    owners = num_experts * segments
     chunk, within = slot // per_chunk, slot % per_chunk
     row = ((chunk * owners + owner) * per_chunk + within).view_as(expert)
     num_rows = chunks * owners * per_chunk

@@ -50,6 +50,7 @@ class Case:
     jitter: float | None = None
     shared: int | None = None  # width of the shared expert
     shared_gate: bool = False
+    padding: int = 0  # tokens of the micro-batch that are none, the first sequence's last ones first
 
 
 def build_layer(ctx: ParallelContext, case: Case, schedule: str, chunks: int = 1) -> tuple[MoELayer, RoutingRecord]:
@@ -144,6 +145,17 @@ def inputs_of(case: Case, dp_rank: int) -> tuple[Tensor, Tensor]:
     return x.to(case.dtype), gradient.to(case.dtype)
 
 
+def text_of(case: Case, dp_rank: int) -> Tensor | None:
+    """[s, b], False for padding: at the ends of both sequences, twice as much in one, which differs by rank."""
+    if not case.padding:
+        return None
+    is_text = torch.ones(case.sequence, case.batch, dtype=torch.bool)
+    more = case.padding * 2 // 3
+    for column, number in ((dp_rank % 2, more), (1 - dp_rank % 2, case.padding - more)):
+        is_text[case.sequence - number :, column] = False
+    return is_text
+
+
 def reduce_gradients(ctx: ParallelContext, layer: MoELayer, faults: str = "") -> dict[str, Tensor]:
     """Dense over dp, experts over edp, both divided by dp; `faults` names a wrong rule on purpose."""
     reduced = {}
@@ -178,14 +190,19 @@ def run_layer(ctx: ParallelContext, case: Case, schedule: str, faults: str = "",
     if faults == "own jitter":
         layer.router._generator = torch.Generator().manual_seed(ctx.rank)
     if faults == "own sinkhorn":
-        layer.router._even_shares = lambda logits, part, shared: Gate._even_shares(  # type: ignore[method-assign]
+        layer.router._even_shares = lambda logits, part, *_: Gate._even_shares(  # type: ignore[method-assign]
             layer.router, logits, part, None
         )
     x, gradient = inputs_of(case, ctx.dp.rank)
+    is_text = text_of(case, ctx.dp.rank)
+    if faults == "padding is text":
+        is_text = None
+    if faults == "padding by slice" and is_text is not None:  # as if the mask were cut as the tokens are
+        is_text = is_text.roll(case.sequence // 2, 0)
     if case.sequence_parallel:
         x, gradient = (part.chunk(ctx.tp.size)[ctx.tp.rank].clone() for part in (x, gradient))
     x.requires_grad_()
-    output = layer(x)
+    output = layer(x, is_text)
     output.backward(gradient)
     summary = record.summarise(ctx, case.topk)
     assert summary is not None
@@ -231,6 +248,7 @@ def reference(case: Case, dp_size: int, slices: int = 1) -> Reference:
             router=case.router,
             batch=case.batch,
             noise=_noise(case, dp_rank),
+            is_text=None if (is_text := text_of(case, dp_rank)) is None else is_text.flatten().tolist(),
         )
         loss = (result.output * gradient.flatten(0, 1)).sum()
         if "aux_loss" not in case.router.balancing:
@@ -278,10 +296,10 @@ def largest_difference(
             assert rank["shapes"][name] == expected.gradients[name].shape
             pairs.append((gradient, expected.gradients[name][rank["boxes"][name]]))
         summary = rank["summary"]
-        choices = grid.dp * case.sequence * case.batch * case.topk
+        choices = grid.dp * (case.sequence * case.batch - case.padding) * case.topk
         counts = torch.tensor([result.counts for result in expected.results]).sum(0).double()
         pairs += [
-            (torch.tensor(found, dtype=torch.float64), torch.as_tensor(wanted).double())
+            (torch.tensor(found, dtype=torch.float64), torch.as_tensor(wanted, dtype=torch.float64))
             for found, wanted in [
                 (summary.load_balancing_loss, torch.stack([r.balance_loss for r in expected.results]).mean()),
                 (summary.z_loss, torch.stack([r.z_loss for r in expected.results]).mean()),

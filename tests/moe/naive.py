@@ -48,6 +48,7 @@ def naive_moe(
     router: NaiveRouter | None = None,
     batch: int = 1,
     noise: Tensor | None = None,
+    is_text: list[bool] | None = None,
 ) -> NaiveResult:
     router = router or NaiveRouter()
     num_experts = weights["router.weight"].shape[0]
@@ -58,9 +59,16 @@ def naive_moe(
         scores = 1 / (1 + (-logits).exp())
         probabilities = scores / scores.sum(-1, keepdim=True)
     n = tokens.shape[0]
-    shares = _sinkhorn(logits.detach()) if router.balancing == "sinkhorn" else None
+    text = [t for t in range(n) if is_text is None or is_text[t]]
+    shares = None
+    if router.balancing == "sinkhorn":
+        shares = torch.zeros_like(logits)
+        shares[text] = _sinkhorn(logits[text].detach())
     choices: list[list[tuple[int, Tensor]]] = []  # per token: (expert, weight)
     for t in range(n):
+        if t not in text:
+            choices.append([])
+            continue
         ranking = shares[t] if shares is not None else probabilities[t].detach() if pre_softmax else logits[t].detach()
         order = _chosen(ranking, t, topk, router)
         chosen = _weights(logits[t], order, topk, pre_softmax, router)
@@ -80,18 +88,19 @@ def naive_moe(
     liked = [[e for e, _ in token] for token in choices]
     if (router.bias is not None or router.groups) and not router.forced:
         liked = [sorted(range(num_experts), key=lambda e: -probabilities[t, e].item())[:topk] for t in range(n)]
+        liked = [liked[t] if t in text else [] for t in range(n)]
     sequences = range(batch) if router.balancing == "seq_aux_loss" else [None]
     parts = []
     for sequence in sequences:
-        own = [t for t in range(n) if sequence is None or t % batch == sequence]
+        own = [t for t in text if sequence is None or t % batch == sequence]
         loads = [sum(e == expert for t in own for e in liked[t]) for expert in range(num_experts)]
         share = torch.tensor(loads, dtype=tokens.dtype) / (topk * len(own))
         parts.append(num_experts * (share * probabilities[own].mean(0)).sum())
     balance = torch.stack(parts).mean()
     for t in range(n) if "shared_experts.linear_fc1.weight" in weights else ():
         output[t] = output[t] + _shared(tokens[t], weights, gated)
-    z = (logits.exp().sum(-1).log() ** 2).mean()
-    entropy = -(probabilities * probabilities.log()).sum(-1).mean()
+    z = (logits[text].exp().sum(-1).log() ** 2).mean()
+    entropy = -(probabilities[text] * probabilities[text].log()).sum(-1).mean()
     return NaiveResult(torch.stack(output), balance, z, dropped, counts, entropy)
 
 

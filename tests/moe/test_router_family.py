@@ -37,6 +37,9 @@ CASES = {
     "shared expert": Case(shared=8),
     "shared expert, gated": Case(shared=16, shared_gate=True, gated=True, bias=False),
     "shared expert, sequence parallel": Case(shared=8, shared_gate=True, sequence_parallel=True),
+    "padding, sequence-wise loss": Case(padding=6, router=NaiveRouter(balancing="seq_aux_loss")),
+    "padding, sinkhorn": Case(factor=2.0, padding=6, router=NaiveRouter(balancing="sinkhorn")),
+    "padding, groups": Case(padding=6, router=NaiveRouter(groups=(4, 1))),
     "sequence-wise loss, sequence parallel": Case(
         router=NaiveRouter(balancing="seq_aux_loss"), sequence_parallel=True, jitter=0.1
     ),

@@ -25,6 +25,10 @@ CASES = {
     "one expert takes all": Case(factor=None, skew=60.0, topk=1, pre_softmax=True),
     "sequence parallel": Case(sequence_parallel=True),
     "sequence parallel, drops": Case(factor=0.7, sequence_parallel=True),
+    "padding": Case(padding=6),
+    "padding, dropless": Case(factor=None, padding=6),
+    "padding, drops": Case(factor=0.5, padding=6, policy="position"),
+    "padding, sequence parallel": Case(factor=0.7, padding=6, sequence_parallel=True),
 }
 
 
@@ -65,11 +69,15 @@ def test_float32_is_equal_to_its_rounding(pools: Pools, schedule: str) -> None:
         ("experts by edp", "s1", Layout(4, tp=1, esp=2, ep=2)),
         ("experts by edp", "baseline", Layout(4, ep=2)),
         ("experts over dp", "s2", Layout(4, ep=2)),
+        ("padding is text", "s1", Layout(2, tp=2)),
+        ("padding by slice", "s1", Layout(2, tp=2)),
+        ("padding is text", "baseline", Layout(2, esp=2)),
     ],
 )
 def test_negative_controls(pools: Pools, fault: str, schedule: str, layout: Layout) -> None:
-    """The comparison sees each known fault; no forward test would."""
-    assert largest_difference(pools, layout, Case(), schedule, fault) > 1e-3
+    """The comparison sees each known fault; no forward test would. FC-21: padding is one of them."""
+    case = Case(padding=6) if "padding" in fault else Case()
+    assert largest_difference(pools, layout, case, schedule, fault) > 1e-3
 
 
 def test_s2_needs_a_capacity(pools: Pools) -> None:
