@@ -2,12 +2,17 @@
 """Train one small GPT-MoE on every layout that fits the ranks, and compare each with one process.
 
     torchrun --nproc-per-node 8 tools/check_layouts.py
+    torchrun --nproc-per-node 8 tools/check_layouts.py --full --part 1/4
     torchrun --nproc-per-node 4 tools/check_layouts.py --schedules s1 --dropless
 
-Layouts of fewer ranks run on the first ranks. For each layout and schedule a line gives the largest relative
-difference of lm_loss, load_balancing_loss and grad_norm from one process: 20 steps in float64, 3 steps in float32,
-and the largest difference of any gradient after one step in float64, relative to the largest entry of that gradient's
-parameter. The exit code is 0 if all are within 1e-9, 1e-5 and 1e-10.
+A layout says the sizes of tp, ep, esp and pp, the stages a pipeline rank holds, and whether there are sequence
+parallelism, ZeRO-1 and overlapped reductions. Without --full the rows are a pairwise cover: any two of these choices
+and schedules that can meet do. Layouts of fewer ranks run on the first ranks.
+
+For each row a line gives the largest relative difference of lm_loss, load_balancing_loss and grad_norm from one process
+over 3 steps in float64, float32 and bf16; of any weight after those of float64, and of any gradient after one step,
+each relative to the largest entry of its parameter. The exit code is 0 if all are within LIMITS. The limit of bf16:
+its numbers have 8 bits, so every other order of sums moves a gradient by some 2^-8 of itself; 5 % is a dozen of those.
 """
 
 import argparse
@@ -15,9 +20,10 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
@@ -30,55 +36,115 @@ from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig, Schedule
 from megatron_parm.config.optim import OptimConfig
 from megatron_parm.config.parallel import ParallelConfig
+from megatron_parm.config.replicas import ReplicaConfig
 from megatron_parm.config.run import RunConfig, check_run, resolve
 from megatron_parm.config.training import Precision, TrainingConfig
 from megatron_parm.data.batches import Batch
-from megatron_parm.grads.buffer import GradientBuffers
-from megatron_parm.optim.build import build_optimizer
 from megatron_parm.parallel import launch, transport
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.grid import RankGrid
 from megatron_parm.parallel.launch import GroupCache, LaunchEnvironment
-from megatron_parm.parallel.sharding import spec_of
+from megatron_parm.parallel.sharding import ShardSpec, spec_of
 from megatron_parm.training.assemble import make_model, make_schedule
 from megatron_parm.training.entrance import guarded
-from megatron_parm.training.forward_backward import SingleStage
+from megatron_parm.training.objective import NEXT_TOKEN
+from megatron_parm.training.pipelined import stages_of_run
 from megatron_parm.training.step import TrainStep
+from megatron_parm.training.updates import make_updates
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = 61, 8, 2, 16
 SCHEDULES: tuple[Schedule, ...] = ("baseline", "deepspeed", "s1", "s2", "s1h", "s2h", "s1n")
 NEED_SLOTS: tuple[Schedule, ...] = ("deepspeed", "s2", "s2h")
-LIMITS = {"fp64, 20 steps": 1e-9, "fp32, 3 steps": 1e-5, "gradients": 1e-10}
+STEPS = 3
+LIMITS = {
+    "fp64, 3 steps": 1e-9,
+    "weights": 1e-8,
+    "gradients": 1e-10,
+    "fp32, 3 steps": 1e-5,
+    "bf16, 3 steps": 5e-2,
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes; `world` ranks take part."""
+    """Parallel sizes and ways; `world` ranks take part. `stages`: those that a pipeline rank holds.
+
+    `overlap`: of gradient reductions with backward, under ZeRO-1 of gathered parameters with forward too.
+    """
 
     world: int
     tp: int = 1
     ep: int = 1
     esp: int = 1
+    pp: int = 1
+    stages: int = 1
+    zero_bubble: bool = False
+    sequence_parallel: bool = False
+    zero1: bool = False
+    overlap: bool = False
 
     def __str__(self) -> str:
-        return f"world {self.world}: tp {self.tp}, ep {self.ep}, esp {self.esp}"
+        sizes = f"world {self.world}: tp {self.tp}, ep {self.ep}, esp {self.esp}"
+        ways = [
+            (self.pp > 1, f"pp {self.pp}" + (f" x {self.stages}" if self.stages > 1 else "")),
+            (self.zero_bubble, "zero-bubble"),
+            (self.sequence_parallel, "sp"),
+            (self.zero1, "ZeRO-1"),
+            (self.overlap, "overlap"),
+        ]
+        return ", ".join([sizes, *(text for is_so, text in ways if is_so)])
+
+    @property
+    def grid(self) -> RankGrid:
+        """Its ranks."""
+        return RankGrid(self.world, tp=self.tp, pp=self.pp, ep=self.ep, esp=self.esp)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model that it trains: enough for its stages."""
+        return 2 if self.pp == 1 else 4
 
 
-LAYOUTS = (
-    Layout(1),
-    Layout(2, tp=2),
-    Layout(2, ep=2),
-    Layout(4, tp=2, ep=2),
-    Layout(4, tp=2, esp=2, ep=2),
-    Layout(4, tp=4, esp=2, ep=2),
-    Layout(4, tp=1, esp=2, ep=2),
-    Layout(8, tp=2, esp=2, ep=2),
-)
+# world, tp, ep, esp, pp: each axis for itself, then together, with dp and edp where ranks are left
+SINGLE_STAGE = ((1,), (2, 2), (2, 1, 2), (4, 2, 2), (4, 2, 2, 2), (4, 4, 2, 2), (4, 1, 2, 2), (8, 2, 2, 2))
+SEVERAL = ((2, 1, 1, 1, 2), (4, 2, 1, 2, 2), (4, 1, 2, 1, 2), (4, 1, 1, 1, 4), (8, 2, 2, 1, 4), (8, 1, 4, 1, 2))
+LARGEST = ((8, 2, 2, 2, 2), (8, 4, 2, 2, 2))
+SIZES = tuple(Layout(*sizes) for sizes in (*SINGLE_STAGE, *SEVERAL, *LARGEST))
+
+
+def every_way(sizes: Layout) -> list[Layout]:
+    """The layouts of these sizes: every combination of the ways that do something there and go together."""
+    has_replicas = max(sizes.grid.dp, sizes.grid.edp) > 1
+    found = []
+    for stages, zero_bubble in ((1, False), (2, False), (1, True)) if sizes.pp == 2 else ((1, False),):
+        for is_sliced, zero1, overlap in product((False, True), repeat=3):
+            if (is_sliced and sizes.tp == 1) or ((zero1 or overlap) and not has_replicas):
+                continue
+            if overlap and zero_bubble:  # refused: its gradients come without hooks
+                continue
+            ways = {"stages": stages, "zero_bubble": zero_bubble, "zero1": zero1, "overlap": overlap}
+            found.append(replace(sizes, **ways, sequence_parallel=is_sliced))
+    return found
+
+
+LAYOUTS = tuple(layout for sizes in SIZES for layout in every_way(sizes))
 
 
 def can_run(schedule: Schedule, layout: Layout, *, dropless: bool) -> bool:
     """Whether the table has a row for it: some cut slots and need a capacity, deepspeed knows two sizes of esp."""
     return not (dropless and schedule in NEED_SLOTS) and (schedule != "deepspeed" or layout.esp in (1, layout.tp))
+
+
+def pairwise(rows: Sequence[tuple[Layout, Schedule]]) -> list[tuple[Layout, Schedule]]:
+    """Few of the rows, in which any two values of columns that meet in a row do. Greedy, the same every time."""
+    pairs = {row: frozenset(combinations(enumerate((*vars(row[0]).values(), row[1])), 2)) for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = set()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return [row for row in rows if row in chosen]
 
 
 @dataclass(frozen=True)
@@ -95,10 +161,10 @@ class Figures:
 
 
 def make_config(layout: Layout, schedule: Schedule, precision: Precision, *, dropless: bool) -> RunConfig:
-    """A two-layer GPT with 4 experts, top-2; f = E / k, so nothing is dropped, or no capacity at all."""
+    """A small GPT with 4 experts, top-2; f = E / k, so nothing is dropped, or no capacity at all."""
     config = RunConfig(
         model=ModelConfig(
-            num_layers=2,
+            num_layers=layout.num_layers,
             hidden_size=16,
             num_attention_heads=4,
             max_position_embeddings=SEQUENCE,
@@ -119,6 +185,16 @@ def make_config(layout: Layout, schedule: Schedule, precision: Precision, *, dro
             tensor_model_parallel_size=layout.tp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.esp,
+            pipeline_model_parallel_size=layout.pp,
+            num_virtual_stages_per_pipeline_rank=layout.stages if layout.stages > 1 else None,
+            pipeline_schedule="zero-bubble" if layout.zero_bubble else "auto",
+            sequence_parallel=layout.sequence_parallel,
+        ),
+        replicas=ReplicaConfig(
+            use_distributed_optimizer=layout.zero1,
+            overlap_grad_reduce=layout.overlap,
+            overlap_param_gather=layout.zero1 and layout.overlap,
+            ddp_bucket_size=500,
         ),
         data=DataConfig(seq_length=SEQUENCE, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
         optim=OptimConfig(lr=3e-3, min_lr=3e-4),
@@ -148,18 +224,31 @@ def batches(ctx: ParallelContext) -> Iterator[Batch]:
         step += 1
 
 
-def train(config: RunConfig, ctx: ParallelContext, num_steps: int) -> tuple[Figures, dict[str, Tensor]]:
-    """Figures of `num_steps` steps, and this rank's reduced gradients of the last one, by name."""
+@dataclass(frozen=True)
+class Trained:
+    """What training left: its figures, and this rank's parts of gradients (of the last step) and weights, by name."""
+
+    figures: Figures
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    specs: dict[str, ShardSpec]  # of the weights
+    gradient_specs: dict[str, ShardSpec]
+
+
+def train(config: RunConfig, ctx: ParallelContext, num_steps: int) -> Trained:
+    """Train for `num_steps` steps. Call on all ranks of `ctx`."""
     built, _, _ = make_model(config, VOCABULARY, ctx)
-    buffers = GradientBuffers(dict(built.model.named_parameters()), ctx)
-    schedule = make_schedule(config)
+    updates = make_updates(config, built, ctx)
+    schedule, buffers = make_schedule(config), updates.buffers
     step = TrainStep(
-        SingleStage(built.model, built.balance_scale),
+        stages_of_run(config, built, buffers, NEXT_TOKEN, ctx),
         buffers,
-        build_optimizer(buffers),
+        updates.optimizer,
         ctx,
         max_norm=0.0,
         per_token_loss=False,
+        reduction=updates.reduction,
+        loss_scale=updates.loss_scale,
     )
     stream, steps = batches(ctx), []
     num_micro_batches = GLOBAL_BATCH // (MICRO_BATCH * ctx.dp.size)
@@ -170,43 +259,67 @@ def train(config: RunConfig, ctx: ParallelContext, num_steps: int) -> tuple[Figu
         summary = built.record.summarise(ctx, 2)
         assert summary is not None
         steps.append((result.lm_loss, summary.load_balancing_loss, result.grad_norm))
-    return Figures(tuple(steps)), {name: buffers.gradient_of(name).clone() for name in buffers.parameters}
+    updates.optimizer.settle()
+    return Trained(
+        Figures(tuple(steps)),
+        {name: buffers.reduced(name).clone() for name in buffers.parameters},
+        {name: parameter.detach().clone() for name, parameter in buffers.parameters.items()},
+        {name: spec_of(parameter) for name, parameter in buffers.parameters.items()},
+        {name: buffers.reduced_spec(name) for name in buffers.parameters},
+    )
 
 
 @cache
 def train_alone(
-    precision: Precision, num_steps: int, dropless: bool, device: torch.device
-) -> tuple[Figures, dict[str, Tensor]]:
+    precision: Precision, num_steps: int, dropless: bool, device: torch.device, num_layers: int = 2
+) -> Trained:
     """The same of one process: what every row is compared with."""
     config = make_config(Layout(1), "baseline", precision, dropless=dropless)
+    config = replace(config, model=replace(config.model, num_layers=num_layers))
     return train(config, ParallelContext.single(device), num_steps)
 
 
-def gradient_difference(config: RunConfig, ctx: ParallelContext, wanted: dict[str, Tensor]) -> float:
-    """The largest difference of any gradient after one step, relative to the parameter's largest, over all ranks."""
-    built, _, _ = make_model(config, VOCABULARY, ctx)
-    specs = {name: spec_of(p) for name, p in built.model.named_parameters()}
-    _, found = train(config, ctx, 1)
+def largest_difference(
+    found: dict[str, Tensor], specs: dict[str, ShardSpec], wanted: dict[str, Tensor], ctx: ParallelContext
+) -> float:
+    """The largest difference of any tensor, relative to the parameter's largest entry, over all ranks."""
     worst = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    for name, gradient in found.items():
-        whole = torch.zeros(specs[name].global_shape, dtype=gradient.dtype, device=ctx.device)
+    for name, tensor in found.items():
+        whole = torch.zeros(specs[name].global_shape, dtype=tensor.dtype, device=ctx.device)
         alone = wanted[name].to(ctx.device)  # its vocabulary may have fewer rows of padding
         whole[: alone.shape[0]] = alone
-        largest = whole.abs().max().clamp(min=1e-6)  # a gradient that is zero but for rounding has no scale of its own
-        difference = (gradient - whole[specs[name].box]).abs().max() / largest
-        worst = torch.maximum(worst, difference.nan_to_num(torch.inf, torch.inf))
+        largest = whole.abs().max().clamp(min=1e-6)  # one that is zero but for rounding has no scale of its own
+        if tensor.numel():
+            difference = (tensor - whole[specs[name].box]).abs().max() / largest
+            worst = torch.maximum(worst, difference.nan_to_num(torch.inf, torch.inf))
     return transport.max_over(worst, ctx.world).item()
+
+
+def gradient_difference(config: RunConfig, ctx: ParallelContext, wanted: dict[str, Tensor]) -> float:
+    """The largest difference of any gradient after one step. Call on all ranks."""
+    found = train(config, ctx, 1)
+    return largest_difference(found.gradients, found.gradient_specs, wanted, ctx)
 
 
 def check(layout: Layout, schedule: Schedule, ctx: ParallelContext, *, dropless: bool) -> dict[str, float]:
     """The differences of one row of the table. Call on all ranks of `ctx`."""
-    found = {}
-    runs: tuple[tuple[str, Precision, int], ...] = (("fp64, 20 steps", "fp64", 20), ("fp32, 3 steps", "fp32", 3))
-    for title, precision, steps in runs:
+
+    def run(precision: Precision, num_steps: int) -> tuple[Trained, Trained]:
         config = make_config(layout, schedule, precision, dropless=dropless)
-        found[title] = train(config, ctx, steps)[0].difference(train_alone(precision, steps, dropless, ctx.device)[0])
-    config = make_config(layout, schedule, "fp64", dropless=dropless)
-    found["gradients"] = gradient_difference(config, ctx, train_alone("fp64", 1, dropless, ctx.device)[1])
+        alone = train_alone(precision, num_steps, dropless, ctx.device, layout.num_layers)
+        return train(config, ctx, num_steps), alone
+
+    exact, alone = run("fp64", STEPS)
+    once, once_alone = run("fp64", 1)
+    found = {
+        "fp64, 3 steps": exact.figures.difference(alone.figures),
+        "weights": largest_difference(exact.weights, exact.specs, alone.weights, ctx),
+        "gradients": largest_difference(once.gradients, once.gradient_specs, once_alone.gradients, ctx),
+    }
+    coarse: tuple[tuple[str, Precision], ...] = (("fp32, 3 steps", "fp32"), ("bf16, 3 steps", "bf16"))
+    for title, precision in coarse:
+        ours, theirs = run(precision, STEPS)
+        found[title] = ours.figures.difference(theirs.figures)
     return found
 
 
@@ -216,7 +329,7 @@ def join(
     """The context of this rank in `layout`, or None if it takes no part. Call on all ranks."""
     if layout.world == 1:
         return ParallelContext.single(device) if environment.rank == 0 else None
-    grid = RankGrid(layout.world, tp=layout.tp, ep=layout.ep, esp=layout.esp)
+    grid = layout.grid
     launch.make_groups(grid, groups)
     return launch.build_context(grid, environment.rank, device, groups) if environment.rank < layout.world else None
 
@@ -225,9 +338,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="default: all")
+    parser.add_argument("--full", action="store_true", help="every layout with every schedule")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the rows; default: all")
     parser.add_argument("--dropless", action="store_true", help="no capacity; s2, s2h and deepspeed are left out")
     parser.add_argument("--json", metavar="FILE", help="write the rows to this file")
     return parser.parse_args(argv)
+
+
+def rows_of(flags: argparse.Namespace, world: int) -> list[tuple[Layout, Schedule]]:
+    """The rows that the flags ask for and `world` ranks can run."""
+    rows = [
+        (layout, schedule)
+        for layout in LAYOUTS
+        for schedule in flags.schedules
+        if layout.world <= world and can_run(schedule, layout, dropless=flags.dropless)
+    ]
+    number, parts = map(int, flags.part.split("/"))
+    return (rows if flags.full else pairwise(rows))[number - 1 :: parts]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,17 +370,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         everyone = launch.start(RankGrid(environment.world), environment, store, device, backend, timeout)
         groups = GroupCache(timeout)
         if everyone.rank == 0:
-            print(f"{'layout':34} {'schedule':10}" + "".join(f"{title:>17}" for title in LIMITS), flush=True)
-        for layout in (layout for layout in LAYOUTS if layout.world <= environment.world):
+            print(f"{'layout':62} {'schedule':10}" + "".join(f"{title:>17}" for title in LIMITS), flush=True)
+        for layout, schedule in rows_of(flags, environment.world):
             ctx = join(layout, environment, device, groups)
-            for schedule in flags.schedules:
-                if ctx is not None and can_run(schedule, layout, dropless=flags.dropless):
-                    found = check(layout, schedule, ctx, dropless=flags.dropless)
-                    rows.append({"layout": str(layout), "schedule": schedule, **found})
-                    if everyone.rank == 0:
-                        print(
-                            f"{layout!s:34} {schedule:10}" + "".join(f"{v:17.1e}" for v in found.values()), flush=True
-                        )
+            if ctx is not None:
+                found = check(layout, schedule, ctx, dropless=flags.dropless)
+                rows.append({"layout": str(layout), "schedule": schedule, **found})
+                if everyone.rank == 0:
+                    print(f"{layout!s:62} {schedule:10}" + "".join(f"{v:17.1e}" for v in found.values()), flush=True)
         launch.shutdown(everyone)
 
     code = guarded(work)

@@ -70,7 +70,7 @@ def test_a_dense_model_on_slices_equals_one_process(pools: Pools, layout: Layout
 def _moe_gradients(
     ctx: ParallelContext, layout: Layout, schedule: Schedule, dropless: bool, sums: bool = True
 ) -> float:
-    _, wanted = check_layouts.train_alone("fp64", 1, dropless, ctx.device)
+    wanted = check_layouts.train_alone("fp64", 1, dropless, ctx.device).gradients
     table_row = check_layouts.Layout(layout.world, tp=layout.tp, ep=layout.ep, esp=layout.esp)
     config = check_layouts.make_config(table_row, schedule, "fp64", dropless=dropless)
     config = replace(config, parallel=replace(config.parallel, sequence_parallel=True))
