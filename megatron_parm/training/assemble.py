@@ -43,7 +43,7 @@ from megatron_parm.training.objective import Objective
 from megatron_parm.training.pipelined import stages_of_run
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
-from megatron_parm.training.updates import make_updates
+from megatron_parm.training.updates import make_updates, memory_text
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ def assemble(
     use_kernels(built.model, accelerators.norms, compiles=training.compile)
     log.say(f" > {accelerators.report}" + (", compiled" if training.compile else ""))
     updates = make_updates(config, built, ctx)
+    log.say(f" > {memory_text(config, built, updates, ctx)}")
     objective = family.objective(config)
     return Assembly(
         config=config,

@@ -15,6 +15,8 @@ from megatron_parm.grads.gaps import ExchangeGaps
 from megatron_parm.grads.overlap import OverlappedReduction
 from megatron_parm.grads.reduce import GradientReduction, SequentialReduction
 from megatron_parm.models.build import BuiltModel
+from megatron_parm.models.memory import activation_bytes
+from megatron_parm.observe.memory import MIB
 from megatron_parm.optim.build import build_optimizer
 from megatron_parm.optim.gather import ParameterGather
 from megatron_parm.optim.loss_scale import DynamicLossScale, LossScale
@@ -32,6 +34,24 @@ class Updates:
     reduction: GradientReduction
     optimizer: Optimizer
     loss_scale: LossScale
+
+
+def memory_text(config: RunConfig, built: BuiltModel, updates: Updates, ctx: ParallelContext) -> str:
+    """What this rank is going to hold, in MiB: what lasts by its elements, activations by `models/memory.py`."""
+    states = updates.optimizer.state_tensors().values()
+    schedule = None if built.choice is None else built.choice.schedule
+    per_step = config.global_batch_size // (config.training.micro_batch_size * ctx.dp.size)
+    made = activation_bytes(config, built.model.shape, ctx, schedule=schedule, num_micro_batches=per_step)
+    held = {
+        "weights": sum(parameter.nbytes for parameter in built.model.parameters()),
+        "gradients": sum(buffer.data.nbytes for buffer in updates.buffers.buffers),
+        "optimizer": sum(tensor.nbytes for tensors in states for tensor in tensors.values()),
+        "activations": made.dense,
+        "MoE activations": made.moe,
+        "loss or backward": max(made.head, made.work),
+    }
+    shares = ", ".join(f"{name} {size / MIB:.1f}" for name, size in held.items() if size)
+    return f"memory of a rank in theory (MiB): {shares}; {sum(held.values()) / MIB:.1f} in all"
 
 
 def make_updates(config: RunConfig, built: BuiltModel, ctx: ParallelContext) -> Updates:

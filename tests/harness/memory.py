@@ -33,3 +33,19 @@ class KeptBytes(TorchDispatchMode):
         return sum(
             size for key, (reference, size) in self._watched.items() if key not in left_out and not reference.expired()
         )
+
+
+class PeakBytes(KeptBytes):
+    """Watches the most bytes that were alive at once, without the storages of the tensors `but`."""
+
+    def __init__(self, but: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._but = tuple(but)
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = super().__torch_dispatch__(function, types, args, kwargs)
+        self.peak = max(self.peak, self.alive(self._but))
+        return results

@@ -118,6 +118,19 @@ def test_each_replica_keeps_its_share_of_the_moments(
         assert all(parameters / 4 < moments < parameters for moments, parameters in held)
 
 
+def test_what_a_rank_is_going_to_hold_is_said_at_the_start(pools: Pools, corpus: str) -> None:
+    """bf16 by hand: 2 bytes a weight, 4 a gradient, 12 a master with its two moments, or its share under ZeRO-1."""
+    argv = flags(corpus, "--bf16 --hidden-size 64 --train-iters 1 --micro-batch-size 1 --global-batch-size 2")
+    for layout, way, share in ((SINGLE, "", 1), (Layout(2), ZERO, 2)):
+        outcome = pools.run(layout, run_training, [*argv, *way.split()])[0]
+        count = outcome.of("start")[0]["parameters"]["per_rank"] / 2**20
+        line = next(line for line in outcome.said.splitlines() if "memory of a rank" in line)
+        for part, size in (("weights", 2 * count), ("gradients", 4 * count), ("optimizer", 12 * count / share)):
+            told = float(line.split(f"{part} ")[1].split(",")[0])
+            assert told == pytest.approx(size, abs=0.05 + 0.02 * size)
+        assert "activations" in line and "MoE" not in line
+
+
 # --- checkpoints ---
 
 
