@@ -18,7 +18,7 @@ from megatron_parm.optim.precision import Optimizer
 from megatron_parm.parallel import transport
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.forward_backward import ForwardBackward, to_device
-from megatron_parm.training.non_finite import describe_origin, non_finite_names
+from megatron_parm.training.non_finite import ForwardWatch, describe_origin, non_finite_names
 from megatron_parm.training.objective import NEXT_TOKEN, Objective
 
 
@@ -60,6 +60,7 @@ class TrainStep:
         reduction: GradientReduction | None = None,
         timers: Timers | None = None,
         loss_scale: LossScale | None = None,
+        watch: ForwardWatch | None = None,
     ) -> None:
         self._forward_backward = forward_backward
         self._buffers = buffers
@@ -69,6 +70,7 @@ class TrainStep:
         self._per_token_loss = per_token_loss
         self._reduction = SequentialReduction(buffers, ctx) if reduction is None else reduction
         self._loss_scale = LossScale() if loss_scale is None else loss_scale
+        self._watch = watch
         self._loss_was_finite = True
         self._objective = objective
         self._timers = timers or Timers()
@@ -82,6 +84,8 @@ class TrainStep:
                 micro_batches = [to_device(next(batches), self._ctx.device) for _ in range(num_micro_batches)]
             divisors = self._divisors(micro_batches)
         self._reduction.begin(num_micro_batches)
+        if self._watch is not None:
+            self._watch.begin()
         scale = self._loss_scale.value
         with trace.span("micro-batches", number=num_micro_batches), timed("forward-backward"):
             total = self._forward_backward.run(micro_batches, divisors, loss_scale=scale)
@@ -108,7 +112,8 @@ class TrainStep:
     def describe_fault(self) -> str:
         """Where the last step, which was skipped, ceased to be finite. Call on all ranks."""
         weights = non_finite_names(self._buffers.parameters)
-        return describe_origin(self._ctx, self._loss_was_finite, self._reduction.faults(), weights)
+        layer = None if self._watch is None else self._watch.first_fault()
+        return describe_origin(self._ctx, self._loss_was_finite, self._reduction.faults(), weights, layer)
 
     def _divisors(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
         """What each micro-batch's loss sums are divided by, so that the quotients' mean over dp is the step's loss."""

@@ -33,6 +33,7 @@ from megatron_parm.parallel import transport
 from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.training.assemble import Assembly, count_parameters, named_layout
 from megatron_parm.training.evaluate import evaluate
+from megatron_parm.training.non_finite import ForwardWatch
 from megatron_parm.training.progress_state import RunProgress
 from megatron_parm.training.resume import SavedRun, load_run, save_run
 from megatron_parm.training.schedule_check import ScheduleTrial
@@ -78,6 +79,7 @@ class Trainer:
             timers=self._timers,
             reduction=run.reduction,
             loss_scale=run.loss_scale,
+            watch=ForwardWatch(run.built.model) if training.checks_for_nan else None,
         )
 
     def resume(self, saved: SavedRun) -> None:

@@ -13,9 +13,7 @@ from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.assemble import make_model
 from megatron_parm.training.updates import make_updates
 from tests.config.commands import config_of
-from tests.harness.layouts import Layout
 from tests.harness.memory import PeakBytes
-from tests.harness.pools import Pools
 
 WITHIN = 0.10
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
@@ -24,13 +22,6 @@ MOE = "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-route
 CAPACITY = "--moe-expert-capacity-factor 1.5 "
 LLAMA = """--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 """
-
-
-def _sizes(layout: Layout) -> str:
-    return (
-        f"--tensor-model-parallel-size {layout.tp} --expert-model-parallel-size {layout.ep} "
-        f"--expert-tensor-parallel-size {layout.esp} --distributed-backend gloo "
-    )
 
 
 def _measured(ctx: ParallelContext, flags: str) -> tuple[int, ActivationBytes]:
@@ -80,22 +71,3 @@ SINGLE = [
 def test_the_peak_of_one_process(flags: str) -> None:
     measured, expected = _measured(ParallelContext.single(), flags)
     assert expected.peak == pytest.approx(measured, rel=WITHIN), (expected, measured)
-
-
-@pytest.mark.parametrize(
-    ("layout", "flags"),
-    [
-        (Layout(2, tp=2), ""),
-        (Layout(2, tp=2), "--sequence-parallel"),
-        *(
-            (Layout(4, tp=2, ep=2, esp=2), f"{MOE} {CAPACITY} --moe-schedule {name}")
-            for name in ("baseline", "deepspeed", "s1", "s2", "s1h", "s2h", "s1n")
-        ),
-        (Layout(4, tp=2, ep=2, esp=2), f"{MOE} --moe-schedule s1 --sequence-parallel --bf16"),
-        (Layout(4, ep=4), f"{MOE} --moe-schedule s1 --swiglu"),
-    ],
-    ids=str,
-)
-def test_the_peak_of_every_rank(pools: Pools, layout: Layout, flags: str) -> None:
-    for measured, expected in pools.run(layout, _measured, _sizes(layout) + flags):
-        assert expected.peak == pytest.approx(measured, rel=WITHIN), (expected, measured)

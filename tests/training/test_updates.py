@@ -4,6 +4,7 @@ A run in float64 must give one process's numbers to 1e-9 on every layout; a resu
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megatron_parm.grads.buffer import GradientBuffers
 from megatron_parm.grads.gaps import ExchangeGaps
 from megatron_parm.grads.overlap import OverlappedReduction
 from megatron_parm.grads.reduce import SequentialReduction
+from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.optim.gather import ParameterGather
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.trainer import Trainer
@@ -241,6 +243,30 @@ def _flipped_bit(where: int, rank: int) -> Iterator[None]:
 
     with patch.object(Trainer, "_compare_replicas", flip_and_compare):
         yield
+
+
+@contextmanager
+def _nan_in_forward(where: int, layer: int, rank: int) -> Iterator[None]:
+    """On rank `where` one number of what a layer's attention gives is NaN; every layer after it is spoiled too."""
+    forward = SelfAttention.forward
+    calls = itertools.count()
+
+    def spoiled(self: SelfAttention, *given: Any) -> torch.Tensor:
+        output = forward(self, *given)
+        is_here = rank == where and next(calls) % 2 == layer  # of two layers
+        return output * torch.where(torch.arange(output.shape[-1]) == 0, math.nan, 1.0) if is_here else output
+
+    with patch.object(SelfAttention, "forward", spoiled):
+        yield
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_nan_born_in_forward_stops_all_ranks_naming_rank_and_layer(pools: Pools, corpus: str, layer: int) -> None:
+    fault = functools.partial(_nan_in_forward, 1, layer)
+    for outcome in _run(pools, Layout(2), flags(corpus, MOE), fault=fault):
+        assert outcome.error is not None and outcome.error[:2] == ("NonFiniteError", 24)
+        assert f"rank 1: its loss is not finite, forward of decoder.layers.{layer}.self_attention" in outcome.error[2]
+        assert "rank 0:" not in outcome.error[2]
 
 
 @pytest.mark.parametrize(("layout", "named"), [(Layout(4), "rank 2 of dp"), (Layout(2), "ranks 0, 1 of dp")], ids=str)
