@@ -29,6 +29,12 @@ class CheckpointError(MegatronParmError):
     exit_code = 21
 
 
+class CheckpointStorageError(CheckpointError):
+    """The disk refused: full, read-only, an I/O error. The checkpoints that exist are not to blame."""
+
+    exit_code = 1
+
+
 class UntrustedCheckpointError(CheckpointError):
     """A checkpoint that could run foreign code or reach outside its folder."""
 

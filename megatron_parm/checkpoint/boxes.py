@@ -1,40 +1,21 @@
-"""How torch DCP is told which part of each tensor a rank holds: planners bound to our `ShardSpec` boxes. Floor 6.
+"""Which part of each tensor a rank holds, who writes it, and where saved parts overlap a wanted one. Floor 6.
 
-DCP agrees on who writes which box (a replicated one is written once, spread over ranks by size) and finds, at load, the
-saved boxes that overlap a wanted one. The planners give it the boxes directly, so no DTensor, device mesh or further
-process group is needed, and one process goes the same way as many.
+A box that several ranks hold (replicas over dp, copies over tp) is written by one of them; the writers are chosen so
+that every rank writes about as many bytes, and a box larger than a rank's fair share is cut. Every rank computes the
+same shares from the same list, so nothing but the list travels.
 """
 
-import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from math import prod
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlanner
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_parm.checkpoint.manifest import Part, TensorEntry
+from megatron_parm.checkpoint.manifest import DTYPES, Part, TensorEntry
 from megatron_parm.checkpoint.paths import shard_name
-from megatron_parm.errors import UntrustedCheckpointError
-from megatron_parm.parallel.sharding import ShardSpec
+from megatron_parm.parallel.sharding import ShardSpec, equal_parts
+
+LEAST_PIECE_BYTES = 1 << 20  # a box is not cut into pieces smaller than this: they would cost more than they balance
 
 
 @dataclass(frozen=True)
@@ -55,108 +36,118 @@ class Box:
         """A tensor that lies on this rank alone."""
         return Box(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
+
+@dataclass(frozen=True)
+class Held:
+    """A box without its values, as it is told to the other ranks."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, box: Box) -> "Held":
+        """The description of a box."""
+        dtype = str(box.local.dtype).removeprefix("torch.")
+        return Held(name, dtype, box.global_shape, box.offsets, tuple(box.local.shape))
+
     @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """The box in DCP's words."""
-        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.local.size())
+    def bytes(self) -> int:
+        """The size of its values."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def cut(self, count: int) -> "list[Held]":
+        """The same in `count` pieces, or fewer where it has not so many rows."""
+        if count <= 1 or not self.shape:
+            return [self]
+        pieces = []
+        for part in equal_parts(self.shape, min(count, max(self.shape))):
+            offsets, shape = list(self.offsets), list(self.shape)
+            offsets[part.dim] += part.start
+            shape[part.dim] = part.stop - part.start
+            pieces.append(Held(self.name, self.dtype, self.global_shape, tuple(offsets), tuple(shape)))
+        return [piece for piece in pieces if prod(piece.shape)]
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write boxes. After the save `parts()` of the first rank says where everything went."""
+def share_out(held: Sequence[Sequence[Held]]) -> list[list[Held]]:
+    """What each rank writes, of what each rank holds: every box once, in shares of about equal size.
 
-    def __init__(self, boxes: Mapping[str, Box]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.boxes = boxes
-        self._written: set[int] = set()
+    No rank writes two pieces of one box. The same on every rank. Raises ValueError if ranks disagree about a tensor.
+    """
+    holders: dict[Held, list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            if prod(box.shape):  # of sharded optimizer state a rank may have an empty part
+                holders.setdefault(box, []).append(rank)
+    _check_agreement(holders)
+    fair = max(LEAST_PIECE_BYTES, -(-sum(box.bytes for box in holders) // len(held)))
+    shares: list[list[Held]] = [[] for _ in held]
+    load = [0] * len(held)
+    # those without a choice first, then the largest, which are the hardest to place
+    for box, ranks in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0].bytes)):
+        pieces = box.cut(min(len(ranks), -(-box.bytes // fair)))
+        for piece, rank in zip(pieces, sorted(ranks, key=lambda rank: (load[rank], rank)), strict=False):
+            shares[rank].append(piece)
+            load[rank] += piece.bytes
+    return shares
 
-    def create_local_plan(self) -> SavePlan:
-        """One item a box; DCP removes those that another rank writes."""
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, box.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=box.chunk,
-                        properties=TensorProperties.create_from_tensor(box.local),
-                        size=torch.Size(box.global_shape),
-                    ),
-                )
-                for name, box in self.boxes.items()
-                if box.local.numel()  # of sharded optimizer state a rank may have an empty part
-            ]
+
+def _check_agreement(holders: Mapping[Held, Sequence[int]]) -> None:
+    seen: dict[str, Held] = {}
+    for box in holders:
+        other = seen.setdefault(box.name, box)
+        if (box.global_shape, box.dtype) != (other.global_shape, other.dtype):
+            raise ValueError(
+                f"{box.name} is {list(other.global_shape)} {other.dtype} on one rank and {list(box.global_shape)} "
+                f"{box.dtype} on another"
+            )
+
+
+def entries(shares: Sequence[Sequence[Held]]) -> dict[str, TensorEntry]:
+    """Every tensor and the parts that make it up, in the files that the ranks write."""
+    found: dict[str, TensorEntry] = {}
+    for rank, share in enumerate(shares):
+        for piece in share:
+            before = found[piece.name].parts if piece.name in found else ()
+            part = Part(shard_name(rank), piece.offsets, piece.shape)
+            found[piece.name] = TensorEntry(piece.global_shape, piece.dtype, (*before, part))
+    return found
+
+
+def values_of(piece: Held, box: Box) -> Tensor:
+    """The values of a piece of `box`; they share its memory."""
+    return box.local.detach()[within(piece.offsets, piece.shape, box.offsets)]
+
+
+def within(offsets: Sequence[int], shape: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """A box of the global tensor as slices of one that begins at `origin`."""
+    return tuple(
+        slice(start - first, start - first + size) for start, size, first in zip(offsets, shape, origin, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a saved part and a wanted box have in common, in global places."""
+
+    file: str
+    part_offsets: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def overlaps(entry: TensorEntry, offsets: Sequence[int], shape: Sequence[int]) -> list[Overlap]:
+    """The saved parts of a tensor that a box at `offsets` needs."""
+    found = []
+    for part in entry.parts:
+        starts = tuple(map(max, part.offsets, offsets))
+        stops = tuple(
+            min(a + size, b + wanted)
+            for a, size, b, wanted in zip(part.offsets, part.shape, offsets, shape, strict=True)
         )
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a box; a copy where safetensors would refuse it (strided, or memory shared by two names)."""
-        local = self.boxes[write_item.index.fqn].local.detach().contiguous()
-        if local.data_ptr() in self._written:
-            local = local.clone()
-        self._written.add(local.data_ptr())
-        return local
-
-    def parts(self) -> dict[str, TensorEntry]:
-        """Every tensor and its parts. On the first rank only, after the save."""
-        found: dict[str, TensorEntry] = {}
-        for rank, plan in enumerate(self.global_plan):
-            for item in plan.items:
-                assert item.tensor_data is not None
-                data = item.tensor_data
-                part = Part(shard_name(rank), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-                dtype = str(data.properties.dtype).removeprefix("torch.")
-                entry = found.get(item.index.fqn, TensorEntry(tuple(data.size), dtype, ()))
-                if (entry.shape, entry.dtype) != (tuple(data.size), dtype):
-                    raise ValueError(
-                        f"{item.index.fqn} is {entry} on one rank and {list(data.size)} {dtype} on another"
-                    )
-                found[item.index.fqn] = TensorEntry(entry.shape, entry.dtype, (*entry.parts, part))
-        return found
-
-
-class BoxLoadPlanner(LoadPlanner):
-    """Plans to fill boxes, in place, from whatever saved parts overlap them."""
-
-    def __init__(self, boxes: Mapping[str, Box]) -> None:
-        self.boxes = boxes
-        self.metadata: Metadata | None = None
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Keep what the manifest says of the saved parts."""
-        self.metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """The overlaps of our boxes with the saved parts."""
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, box in self.boxes.items():
-            if not box.local.numel():
-                continue
-            saved = self.metadata.state_dict_metadata[name]
-            items += create_read_items_for_chunk_list(name, cast(TensorStorageMetadata, saved), [box.chunk])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads for itself."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Each rank reads for itself."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never unpickled: a checkpoint has tensors only."""
-        raise UntrustedCheckpointError(
-            f"{read_item.dest_index.fqn} is not a tensor; refused, for it would be unpickled"
-        )
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of our box that an overlap fills."""
-        local = self.boxes[read_item.dest_index.fqn].local.detach()
-        starts_and_sizes = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return local[tuple(slice(start, start + size) for start, size in starts_and_sizes)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the view was filled in place."""
+        common = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        if all(size > 0 for size in common):
+            found.append(Overlap(part.file, part.offsets, starts, common))
+    return found

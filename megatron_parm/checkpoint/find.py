@@ -6,12 +6,20 @@ falls back to the newest one that is whole, with a warning.
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_parm.checkpoint import paths
-from megatron_parm.checkpoint.agreement import CheckpointStorageError, on_first_rank
-from megatron_parm.checkpoint.verify import VerifiedCheckpoint, VerifyLevel, verify_checkpoint
-from megatron_parm.errors import CheckpointError
+from megatron_parm.checkpoint.manifest import parse_manifest
+from megatron_parm.checkpoint.verify import (
+    VerifiedCheckpoint,
+    VerifyLevel,
+    is_whole,
+    read_manifest_file,
+    state_of,
+    verify_checkpoint,
+)
+from megatron_parm.errors import CheckpointError, CheckpointStorageError
+from megatron_parm.parallel.agreement import on_first_rank
 from megatron_parm.parallel.context import ParallelContext
 
 ResumePolicy = Literal["strict", "auto"]
@@ -53,6 +61,27 @@ def find_checkpoint(
         return VerifiedCheckpoint(checkpoint.path, checkpoint.manifest, (*warnings, *checkpoint.warnings))
     told = "\n".join([*warnings, *problems])
     raise CheckpointError(f"{root} has no checkpoint that can be loaded" + (f":\n{told}" if told else ""))
+
+
+def peek_state(root: Path, *, ckpt_step: int | None = None, falls_back: bool = False) -> dict[str, Any] | None:
+    """The JSON state of the checkpoint that would be loaded, read by this process alone; None if `root` has none.
+
+    For what must be known before the ranks are joined. Changes nothing, and checks the manifest and the state only.
+    `falls_back`: as `--resume auto`, the newest one that can be read. Raises CheckpointError.
+    """
+    if not paths.holds_checkpoint(root):
+        return None
+    names = [paths.folder_name(iteration) for iteration in paths.finished_iterations(root)]
+    try:
+        wanted = _tracked_folder(root, names) if ckpt_step is None else paths.folder_name(ckpt_step)
+        return state_of(root / wanted, parse_manifest(read_manifest_file(root / wanted), str(root / wanted)))
+    except CheckpointError:
+        if not falls_back or ckpt_step is not None:
+            raise
+    newest = next((name for name in names if is_whole(root / name)), None)
+    if newest is None:
+        raise CheckpointError(f"{root} has no checkpoint that can be loaded")
+    return state_of(root / newest, parse_manifest(read_manifest_file(root / newest), str(root / newest)))
 
 
 def _candidates(root: Path, ckpt_step: int | None, resume: ResumePolicy) -> str:

@@ -1,25 +1,21 @@
 """Loads a verified checkpoint into the tensors of a model, on any layout. Floor 6."""
 
-import hashlib
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_parm.checkpoint import paths
-from megatron_parm.checkpoint.agreement import on_every_rank
-from megatron_parm.checkpoint.boxes import Box, BoxLoadPlanner
+from megatron_parm.checkpoint.boxes import Box
 from megatron_parm.checkpoint.manifest import DTYPES, TensorEntry
 from megatron_parm.checkpoint.save import layout_of, rank_prefix
-from megatron_parm.checkpoint.storage import PartReader
-from megatron_parm.checkpoint.verify import VerifiedCheckpoint
+from megatron_parm.checkpoint.storage import read_boxes
+from megatron_parm.checkpoint.verify import VerifiedCheckpoint, state_of
 from megatron_parm.errors import CheckpointError
+from megatron_parm.parallel.agreement import on_every_rank
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec
 
@@ -39,12 +35,7 @@ def read_state(checkpoint: VerifiedCheckpoint, ctx: ParallelContext) -> dict[str
     states: list[dict[str, Any]] = []
 
     def read() -> str:
-        file = checkpoint.path / paths.STATE
-        data = file.read_bytes()
-        found, expected = hashlib.sha256(data).hexdigest(), checkpoint.manifest.files[paths.STATE].sha256
-        if found != expected:
-            raise CheckpointError(f"{file} is damaged: it has the SHA-256 {found}, expected {expected}")
-        states.append(json.loads(data))
+        states.append(state_of(checkpoint.path, checkpoint.manifest))
         return ""
 
     on_every_rank(ctx.world, f"reading {checkpoint.path}", read)
@@ -64,19 +55,21 @@ def load_tensors(
     ignored_prefixes: Sequence[str] = (),
     partial: bool = False,
     convert: bool = False,
+    padded: Collection[str] = (),
 ) -> LoadReport:
     """Fill this rank's boxes in place from a checkpoint of any layout. Call on all ranks.
 
     Names, global shapes and dtypes must be those of the checkpoint, else CheckpointError on all ranks with a table of
     the differences, before anything is changed. `ignored_prefixes`: names of the checkpoint that are not wanted (the
     optimizer's, for sampling). `partial` allows missing and unexpected names and reports them. `convert` allows
-    another dtype.
+    another dtype. Those in `padded` may have another number of rows: rows that the checkpoint lacks keep their values,
+    rows that it has in excess are left out.
     """
     saved = checkpoint.manifest.tensors
     differing = {
         name: (saved[name], TensorEntry(spec.global_shape, _dtype_name(local), ()))
         for name, (local, spec) in tensors.items()
-        if name in saved and not _fits(saved[name], local, spec, convert)
+        if name in saved and not _fits(saved[name], local, spec, convert=convert, is_padded=name in padded)
     }
     mine = {
         "missing": sorted(name for name in tensors if name not in saved),
@@ -128,8 +121,10 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _fits(entry: TensorEntry, local: Tensor, spec: ShardSpec, convert: bool) -> bool:
-    return entry.shape == spec.global_shape and (convert or entry.dtype == _dtype_name(local))
+def _fits(entry: TensorEntry, local: Tensor, spec: ShardSpec, *, convert: bool, is_padded: bool) -> bool:
+    first = 1 if is_padded else 0  # dim that must agree
+    same_shape = len(entry.shape) == len(spec.global_shape) and entry.shape[first:] == spec.global_shape[first:]
+    return same_shape and (convert or entry.dtype == _dtype_name(local))
 
 
 def _difference(path: Path, mismatched: list[str], missing: list[str], unexpected: list[str]) -> str:
@@ -146,18 +141,8 @@ def _difference(path: Path, mismatched: list[str], missing: list[str], unexpecte
 
 
 def _read(path: Path, boxes: Mapping[str, Box], saved: Mapping[str, TensorEntry], ctx: ParallelContext) -> None:
-    wanted = {name: saved[name] for name in boxes}
-
     def read() -> str:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a case of its own
-            dcp.load(
-                {name: box.local for name, box in boxes.items()},
-                storage_reader=PartReader(path, wanted),
-                planner=BoxLoadPlanner(boxes),
-                process_group=ctx.world.group,
-                no_dist=ctx.world.size == 1,
-            )
+        read_boxes(path, boxes, saved)
         return ""
 
     on_every_rank(ctx.world, f"reading {path}", read)

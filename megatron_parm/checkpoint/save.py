@@ -2,7 +2,8 @@
 
 Order: agree and count the room; every rank writes its shard into a temporary folder; rank 0 writes the state and, last,
 the manifest with every hash; rename; tracker file. A process killed anywhere leaves the older checkpoints untouched and
-a temporary folder that the next save removes.
+a temporary folder that the next save removes. Only the writing of shards may run beside training (`background.py`): it
+sends nothing to other ranks.
 """
 
 import errno
@@ -11,24 +12,30 @@ import json
 import os
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 import megatron_parm
 from megatron_parm.checkpoint import paths
-from megatron_parm.checkpoint.agreement import CheckpointStorageError, on_every_rank, on_first_rank
-from megatron_parm.checkpoint.boxes import Box, BoxSavePlanner
-from megatron_parm.checkpoint.manifest import DTYPES, FileEntry, Json, Manifest, fingerprint, manifest_text
-from megatron_parm.checkpoint.storage import ShardWriter
-from megatron_parm.errors import CheckpointError
+from megatron_parm.checkpoint.boxes import Box, Held, entries, share_out, values_of
+from megatron_parm.checkpoint.manifest import (
+    DTYPES,
+    FileEntry,
+    Json,
+    Manifest,
+    fingerprint,
+    manifest_text,
+    parse_manifest,
+)
+from megatron_parm.checkpoint.storage import Stored, write_shard
+from megatron_parm.errors import CheckpointError, CheckpointStorageError
+from megatron_parm.parallel.agreement import on_every_rank, on_first_rank
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec
 
@@ -57,6 +64,94 @@ def layout_of(ctx: ParallelContext) -> dict[str, int]:
     return {"world": ctx.world.size} | {name: ctx.grid.size(name) for name in ("pp", "dp", "tp", "edp", "ep", "esp")}
 
 
+class SaveUnderway:
+    """A save that has begun. In order: `write`, once and in any thread, then `finish` on all ranks.
+
+    `stored` are the pieces that this rank writes, `started` is when the save began. Made by `begin_save`.
+    """
+
+    def __init__(
+        self,
+        temporary: Path,
+        manifest: Manifest,
+        stored: Mapping[str, Stored],
+        state: Mapping[str, Json],
+        ctx: ParallelContext,
+        notes: tuple[str, ...],
+        needed: int,
+        started: float,
+    ) -> None:
+        self.temporary = temporary
+        self.iteration = manifest.iteration
+        self.notes = notes
+        self._manifest = manifest
+        self._stored: Mapping[str, Stored] | None = stored
+        self._state = state
+        self._ctx = ctx
+        self._needed = needed
+        self._started = started
+        self._written: FileEntry | None = None
+        self._problem: Exception | None = None
+
+    @property
+    def _doing(self) -> str:
+        return f"saving {self.temporary.parent / paths.folder_name(self.iteration)}"
+
+    def take_copies(self) -> None:
+        """Copy the values to be written into the host's memory, so that training may change the tensors."""
+        assert self._stored is not None, "written already"
+        self._stored = {
+            name: replace(one, values=one.values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+            for name, one in self._stored.items()
+        }
+
+    def write(self) -> None:
+        """Write this rank's file. Sends nothing to other ranks; what goes wrong is told by `finish`."""
+        assert self._stored is not None, "written already"
+        try:
+            if self._stored:
+                file = self.temporary / paths.shard_name(self._ctx.world.rank)
+                self._written = write_shard(file, self._stored)
+        except Exception as error:  # kept: this may run in a thread of its own, `finish` raises it on all ranks
+            self._problem = error
+        self._stored = None
+
+    def finish(self) -> SaveReport:
+        """Write the manifest and give the folder its name, or on any rank's failure remove it. Call on all ranks."""
+        assert self._stored is None, "not written yet"
+        world, root = self._ctx.world, self.temporary.parent
+        try:
+            written = on_every_rank(world, self._doing, lambda: _explained(self._tell_written, root, self._needed))
+            files = {name: FileEntry(*entry) for text in written for name, entry in json.loads(text).items()}
+            manifest = replace(self._manifest, files=files)
+            total = on_first_rank(
+                world,
+                self._doing,
+                lambda: _explained(
+                    lambda: _complete(self.temporary, manifest, self._state),
+                    root,
+                    self._needed,
+                ),
+            )
+            on_first_rank(world, self._doing, lambda: self._publish(root))
+        except CheckpointError:  # the same on all ranks, so all come here
+            on_first_rank(world, f"removing {self.temporary}", lambda: _discard(self.temporary))
+            raise
+        seconds = time.monotonic() - self._started
+        return SaveReport(root / paths.folder_name(self.iteration), int(total), seconds, self.notes)
+
+    def _tell_written(self) -> str:
+        if self._problem is not None:
+            raise self._problem
+        name = paths.shard_name(self._ctx.world.rank)
+        entry = self._written
+        return json.dumps({} if entry is None else {name: (entry.bytes, entry.sha256)})
+
+    def _publish(self, root: Path) -> str:
+        paths.publish(self.temporary, root, self.iteration, self._manifest.save_id)
+        return ""
+
+
 def save_checkpoint(
     root: Path,
     iteration: int,
@@ -65,44 +160,62 @@ def save_checkpoint(
     state: Mapping[str, Json],
     ctx: ParallelContext,
 ) -> SaveReport:
-    """Save `root/iter_0000100` and point the tracker file to it. Call on all ranks.
+    """Save `root/iter_0000100` and point the tracker file to it. Call on all ranks; see `begin_save`."""
+    underway = begin_save(root, iteration, tensors, rank_tensors, state, ctx)
+    underway.write()
+    return underway.finish()
+
+
+def begin_save(
+    root: Path,
+    iteration: int,
+    tensors: Mapping[str, tuple[Tensor, ShardSpec]],
+    rank_tensors: Mapping[str, Tensor],
+    state: Mapping[str, Json],
+    ctx: ParallelContext,
+) -> SaveUnderway:
+    """Agree on a save and open its temporary folder. Call on all ranks.
 
     `tensors` maps global names to this rank's box; ranks of a pipeline may give different names. `rank_tensors` belong
     to this rank alone (random states). `state` must be the same on all ranks. A folder of the same iteration is
     replaced, never mixed. Raises CheckpointStorageError (exit code 1) on all ranks if the disk refuses on one, and
-    leaves nothing.
+    leaves nothing; so does `finish`.
     """
     started = time.monotonic()
     boxes = _boxes(tensors, rank_tensors, ctx)
     doing = f"saving {root / paths.folder_name(iteration)}"
-    offers = on_every_rank(ctx.world, doing, lambda: _offer(root, iteration, boxes, tensors, state, ctx))
-    needed = _check_offers([json.loads(offer) for offer in offers], root)
-    opened = json.loads(on_first_rank(ctx.world, doing, lambda: _open_temporary(root, iteration)))
-    temporary, save_id = root / opened["folder"], opened["save_id"]
-    writer, planner = ShardWriter(temporary), BoxSavePlanner(boxes)
-
-    def write_shard() -> str:
-        return _explained(lambda: _write_shard(writer, planner, boxes, ctx), temporary, needed)
-
-    def complete() -> str:
-        files = {name: FileEntry(*entry) for text in written for name, entry in json.loads(text).items()}
-        return _explained(
-            lambda: _complete(temporary, iteration, save_id, planner, files, state, ctx), temporary, needed
-        )
-
-    def publish() -> str:
-        paths.publish(temporary, root, iteration, save_id)
-        return ""
-
+    texts = on_every_rank(ctx.world, doing, lambda: _offer(root, iteration, boxes, tensors, state, ctx))
+    offers = [json.loads(offer) for offer in texts]
+    _check_agreement(offers)
+    held = [[Held(name, dtype, *map(tuple, sizes)) for name, dtype, *sizes in offer["held"]] for offer in offers]
     try:
-        written = on_every_rank(ctx.world, doing, write_shard)
-        total = int(on_first_rank(ctx.world, doing, complete))
-        on_first_rank(ctx.world, doing, publish)
-    except CheckpointError:  # the same on all ranks, so all come here
+        shares = share_out(held)
+    except ValueError as error:  # on all ranks alike: they share the same list
+        raise CheckpointStorageError(f"{doing} failed: {error}") from None
+    needed = _check_room(offers, shares, root)
+    opened = json.loads(on_first_rank(ctx.world, doing, lambda: _open_temporary(root, iteration)))
+    temporary = root / opened["folder"]
+    try:
+        on_every_rank(ctx.world, doing, lambda: _expect_shared(temporary))
+    except CheckpointError:
         on_first_rank(ctx.world, f"removing {temporary}", lambda: _discard(temporary))
         raise
-    seconds = time.monotonic() - started
-    return SaveReport(root / paths.folder_name(iteration), total, seconds, tuple(opened["notes"]))
+    stored = {p.name: Stored(values_of(p, boxes[p.name]), p.offsets) for p in shares[ctx.world.rank]}
+    parts = entries(shares)
+    manifest = Manifest(
+        iteration=iteration,
+        save_id=opened["save_id"],
+        layout=layout_of(ctx),
+        versions={
+            "megatron_parm": megatron_parm.__version__,
+            "torch": str(torch.__version__),
+            "safetensors": safetensors.__version__,
+        },
+        tensors={name: entry for name, entry in parts.items() if not name.startswith("rank_")},
+        rank_tensors={name: entry for name, entry in parts.items() if name.startswith("rank_")},
+        files={},
+    )
+    return SaveUnderway(temporary, manifest, stored, state, ctx, tuple(opened["notes"]), needed, started)
 
 
 def _boxes(
@@ -130,9 +243,7 @@ def _offer(
             raise ValueError(f"{name}: names that begin with rank_ are kept for rank-local tensors")
         if tuple(local.shape) != spec.local_shape:
             raise ValueError(f"{name} has shape {tuple(local.shape)}, its spec says {spec.local_shape}")
-    counted = sum(box.local.nbytes for name, box in boxes.items() if name not in tensors) + sum(
-        local.nbytes for local, spec in tensors.values() if spec.is_counted_here(ctx)
-    )
+    held = [Held.of(name, box) for name, box in boxes.items()]
     return json.dumps(
         {
             "iteration": iteration,
@@ -141,7 +252,7 @@ def _offer(
             "tensors": fingerprint(
                 {name: [*spec.global_shape, str(local.dtype)] for name, (local, spec) in tensors.items()}
             ),
-            "bytes": counted,
+            "held": [(one.name, one.dtype, one.global_shape, one.offsets, one.shape) for one in held],
             "free": _free_bytes(root),
         }
     )
@@ -153,12 +264,11 @@ def _free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _check_offers(offers: list[dict[str, Json]], root: Path) -> int:
+def _check_room(offers: list[dict[str, Any]], shares: Sequence[Sequence[Held]], root: Path) -> int:
     """The bytes needed. Every rank has the same offers, so all raise or none."""
-    _check_agreement(offers)
-    needed = sum(_number(offer["bytes"]) for offer in offers) + OVERHEAD_BYTES
+    needed = sum(piece.bytes for share in shares for piece in share) + OVERHEAD_BYTES
     for rank, offer in enumerate(offers):
-        free = _number(offer["free"])
+        free = offer["free"]
         if needed > free * FREE_SHARE:
             raise CheckpointStorageError(
                 f"No space left for a checkpoint in {root}: it needs {needed} bytes, rank {rank} sees {free} free, of "
@@ -167,15 +277,14 @@ def _check_offers(offers: list[dict[str, Json]], root: Path) -> int:
     return needed
 
 
-def _check_agreement(offers: list[dict[str, Json]]) -> None:
+def _check_agreement(offers: list[dict[str, Any]]) -> None:
     first = offers[0]
-    stages: dict[Json, tuple[int, Json]] = {}
+    stages: dict[int, tuple[int, str]] = {}
     for rank, offer in enumerate(offers):
         if offer["iteration"] != first["iteration"]:
             told = f"iteration {offer['iteration']}, rank 0 iteration {first['iteration']}"
             raise CheckpointStorageError(f"rank {rank} wants to save {told}")
         mine, other = first["state"], offer["state"]
-        assert isinstance(mine, dict) and isinstance(other, dict)
         differing = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))
         if differing:
             raise CheckpointStorageError(f"rank {rank} wants to save another state than rank 0: {', '.join(differing)}")
@@ -184,11 +293,6 @@ def _check_agreement(offers: list[dict[str, Json]]) -> None:
             raise CheckpointStorageError(
                 f"ranks {peer} and {rank} of one pipeline stage want to save tensors of other names, shapes or dtypes"
             )
-
-
-def _number(value: Json) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 def _open_temporary(root: Path, iteration: int) -> str:
@@ -200,48 +304,25 @@ def _open_temporary(root: Path, iteration: int) -> str:
     return json.dumps({"folder": temporary.name, "save_id": save_id, "notes": notes})
 
 
-def _write_shard(writer: ShardWriter, planner: BoxSavePlanner, boxes: Mapping[str, Box], ctx: ParallelContext) -> str:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a case of its own
-        dcp.save(
-            {name: box.local for name, box in boxes.items()},
-            storage_writer=writer,
-            planner=planner,
-            process_group=ctx.world.group,
-            no_dist=ctx.world.size == 1,
+def _expect_shared(temporary: Path) -> str:
+    """The first rank has made the folder; where it is not seen, the disk is not shared."""
+    if not temporary.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "not seen here though rank 0 made it; all ranks must share the folder", str(temporary)
         )
-    return json.dumps({name: (entry.bytes, entry.sha256) for name, entry in writer.written.items()})
+    return ""
 
 
-def _complete(
-    temporary: Path,
-    iteration: int,
-    save_id: str,
-    planner: BoxSavePlanner,
-    files: dict[str, FileEntry],
-    state: Mapping[str, Json],
-    ctx: ParallelContext,
-) -> str:
+def _complete(temporary: Path, manifest: Manifest, state: Mapping[str, Json]) -> str:
     """Write the state and the manifest. Returns the bytes of all files."""
+    files = dict(manifest.files)
     _write_state(temporary, state, files)
     for name, entry in files.items():
         found = (temporary / name).stat().st_size
         if found != entry.bytes:
             raise OSError(errno.EIO, f"{entry.bytes} bytes were written, {found} are there", str(temporary / name))
-    parts = planner.parts()
-    manifest = Manifest(
-        iteration=iteration,
-        save_id=save_id,
-        layout=layout_of(ctx),
-        versions={
-            "megatron_parm": megatron_parm.__version__,
-            "torch": str(torch.__version__),
-            "safetensors": safetensors.__version__,
-        },
-        tensors={name: entry for name, entry in parts.items() if not name.startswith("rank_")},
-        rank_tensors={name: entry for name, entry in parts.items() if name.startswith("rank_")},
-        files=files,
-    )
+    manifest = replace(manifest, files=files)
+    parse_manifest(manifest_text(manifest).encode(), str(temporary))  # what could not be read is not published
     _write_manifest(temporary, manifest)
     return str(manifest.total_bytes)
 
@@ -268,12 +349,6 @@ def _explained(action: Callable[[], str], folder: Path, needed: int) -> str:
     """Run `action`; a disk that is full gets to say how much was needed and how much is free."""
     try:
         return action()
-    except CheckpointException as error:
-        full = {rank: found for rank, (found, _) in sorted(error.failures.items()) if _is_full(found)}
-        if not full:
-            raise
-        rank = min(full)
-        raise CheckpointStorageError(f"rank {rank}: {_no_space(full[rank], folder, needed)}") from None
     except OSError as error:
         if not _is_full(error):
             raise
@@ -287,6 +362,6 @@ def _is_full(error: BaseException) -> bool:
 def _no_space(error: BaseException, folder: Path, needed: int) -> str:
     return (
         f"No space left: {error}; the checkpoint needs {needed} bytes, {_free_bytes(folder)} are free in "
-        f"{folder.parent} (a quota or a limit on file sizes may be lower). The older checkpoints are untouched; make "
+        f"{folder} (a quota or a limit on file sizes may be lower). The older checkpoints are untouched; make "
         "room and start again"
     )

@@ -1,147 +1,124 @@
-"""Torch DCP's safetensors files: a writer that hashes while it writes, a reader led by the manifest. Floor 6."""
+"""Safetensors files: written piece by piece and hashed meanwhile, read slice by slice. Floor 6.
 
-import errno
+The files are those that torch's distributed checkpointing writes as safetensors, with its note of where each part
+begins, so `torch.distributed.checkpoint` reads them too. Written here because its writer builds a whole file in memory
+before the first byte goes out, and hashing would need to read it again.
+"""
+
 import hashlib
-import io
+import json
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, LoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from safetensors import safe_open
+from torch import Tensor
 
-from megatron_parm.checkpoint.manifest import DTYPES, FileEntry, TensorEntry
+from megatron_parm.checkpoint.boxes import Box, overlaps, within
+from megatron_parm.checkpoint.manifest import FileEntry, TensorEntry
 
-T = TypeVar("T")
-
-
-class _HashingStream:
-    """Forwards to a binary file and hashes what passes, so that no file is read again to be hashed."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: bytes) -> int:
-        self._sha256.update(data)
-        self._bytes += len(data)
-        return self._file.write(data)
-
-    def entry(self) -> FileEntry:
-        return FileEntry(self._bytes, self._sha256.hexdigest())
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        self._file.flush()  # DCP asks for it to fsync: what is still in our buffer must be in the file by then
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _HashingFileSystem(FileSystem):
-    """Local files; `written` has the size and hash of each, by name."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, FileEntry] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open `path`; an OSError that does not say which file it is about gets to say it."""
-        try:
-            with Path(path).open(mode) as file:
-                stream = _HashingStream(cast(IO[bytes], file))
-                yield cast(io.IOBase, stream)
-        except OSError as error:
-            if error.filename is None:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            raise
-        self.written[Path(path).name] = stream.entry()
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """DCP's safetensors writer, one file a rank, that hashes while it writes; `written` is what this rank wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.folder = folder
-        self._hashing = _HashingFileSystem()
-        self.fs = self._hashing
-
-    @property
-    def written(self) -> Mapping[str, FileEntry]:
-        """Size and hash of the files of this rank."""
-        return self._hashing.written
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The first rank has made the folder; where it is not seen, the disk is not shared."""
-        if not self.folder.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, "not seen here though rank 0 made it; all ranks must share the folder", str(self.folder)
-            )
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write this rank's file."""
-        return _picklable(lambda: super(ShardWriter, self).write_data(plan, planner))
-
-
-class PartReader(HuggingFaceStorageReader):
-    """DCP's safetensors reader that takes shapes and places from the manifest, and so opens only the files it needs."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
-        self.tensors = tensors
-
-    def read_metadata(self) -> Metadata:
-        """The manifest in DCP's words."""
-        saved: dict[str, Any] = {}
-        places: dict[MetadataIndex, _Place] = {}
-        for name, entry in self.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in entry.parts]
-            saved[name] = TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
-            for part in entry.parts:
-                places[MetadataIndex(name, part.offsets)] = _Place(str(self.folder / part.file))
-        return Metadata(state_dict_metadata=saved, storage_data=places)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Read what overlaps this rank's boxes."""
-        return _picklable(lambda: super(PartReader, self).read_data(plan, planner))
+CHUNK_BYTES = 4 << 20  # written at a time, while the last one is hashed
+NAMES = {  # of dtypes, as safetensors writes them
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where DCP's reader finds a part."""
+class Stored:
+    """Values to be written, and where they begin in their global tensor."""
 
-    relative_path: str
+    values: Tensor
+    offsets: tuple[int, ...]
 
 
-def _picklable(action: Callable[[], T]) -> T:
-    """DCP pickles a rank's exception to show it to the others; the foreign ones (safetensors') do not survive that."""
+def write_shard(path: Path, stored: Mapping[str, Stored]) -> FileEntry:
+    """Write one file of the pieces by name and wait until it is on the disk. Holds one chunk beside the pieces.
+
+    Raises OSError with the file's name.
+    """
+    names = sorted(stored, key=lambda name: (-stored[name].values.dtype.itemsize, name))  # so that all are aligned
     try:
-        return action()
-    except OSError:
+        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+            sha256 = hashlib.sha256()
+            size = 0
+            for data in _chunks(_header(stored, names), (stored[name].values for name in names)):
+                hasher.submit(sha256.update, data)
+                write_all(file, data)
+                size += len(data)
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+    return FileEntry(size, sha256.hexdigest())
+
+
+def write_all(file: IO[bytes], data: memoryview) -> None:
+    """Write all of `data`: a system call may take less."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _header(stored: Mapping[str, Stored], names: Sequence[str]) -> bytes:
+    starts = {name: {"saved_offsets": list(stored[name].offsets)} for name in names}
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts)}
+    content: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name in names:
+        values = stored[name].values
+        dtype = NAMES[str(values.dtype).removeprefix("torch.")]
+        content[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [end, end + values.nbytes]}
+        end += values.nbytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(header: bytes, tensors: Iterator[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for values in tensors:
+        flat = values.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), CHUNK_BYTES):
+            yield flat[start : start + CHUNK_BYTES].numpy().data
+
+
+def read_boxes(folder: Path, boxes: Mapping[str, Box], saved: Mapping[str, TensorEntry]) -> None:
+    """Fill the boxes in place from the saved parts that overlap them; what no part covers keeps its values.
+
+    Only the needed slices are read, one at a time.
+    """
+    wanted: dict[str, list[Callable[[Any], None]]] = {}
+    for name, box in boxes.items():
+        for overlap in overlaps(saved[name], box.offsets, box.local.shape):
+            target = box.local.detach()[within(overlap.offsets, overlap.shape, box.offsets)]
+            source = within(overlap.offsets, overlap.shape, overlap.part_offsets)
+            wanted.setdefault(overlap.file, []).append(_copy(name, source, target))
+    for file, copies in wanted.items():
+        with ExitStack() as stack:
+            opened = stack.enter_context(safe_open(folder / file, framework="pt"))
+            for copy in copies:
+                copy(opened)
+
+
+def _copy(name: str, source: tuple[slice, ...], target: Tensor) -> Callable[[Any], None]:
+    def copy(opened: Any) -> None:
+        piece = opened.get_slice(name)[source] if source else opened.get_tensor(name)
+        if piece.shape != target.shape:
+            raise ValueError(f"{name} has {list(piece.shape)} where its manifest says {list(target.shape)}")
+        target.copy_(piece)
+
+    return copy

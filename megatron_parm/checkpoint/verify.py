@@ -6,12 +6,12 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_parm.checkpoint import paths
-from megatron_parm.checkpoint.agreement import on_every_rank, on_first_rank
 from megatron_parm.checkpoint.manifest import FileEntry, Manifest, parse_manifest
 from megatron_parm.errors import CheckpointError, UntrustedCheckpointError
+from megatron_parm.parallel.agreement import on_every_rank, on_first_rank
 from megatron_parm.parallel.context import ParallelContext
 
 VerifyLevel = Literal["size", "full"]
@@ -36,13 +36,13 @@ def verify_checkpoint(path: Path, level: VerifyLevel, ctx: ParallelContext) -> V
     manifests: list[Manifest] = []
 
     def read_manifest() -> str:
-        data = _read_manifest_file(path)
+        data = read_manifest_file(path)
         manifests.append(parse_manifest(data, str(path / paths.MANIFEST)))
         return hashlib.sha256(data).hexdigest()
 
     def check_my_files() -> str:
         names = sorted(manifest.files)[ctx.world.rank :: ctx.world.size]
-        problems = (_problem_of(path / name, manifest.files[name], level) for name in names)
+        problems = (problem_of(path / name, manifest.files[name], level) for name in names)
         return json.dumps([problem for problem in problems if problem is not None])
 
     doing = f"reading {path}"
@@ -60,7 +60,32 @@ def verify_checkpoint(path: Path, level: VerifyLevel, ctx: ParallelContext) -> V
     return VerifiedCheckpoint(path, manifest, tuple(warnings))
 
 
-def _read_manifest_file(path: Path) -> bytes:
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has a valid manifest and every file it lists with its size; hashes are not compared."""
+    try:
+        manifest = parse_manifest(read_manifest_file(folder), str(folder / paths.MANIFEST))
+        return all(problem_of(folder / name, entry, "size") is None for name, entry in manifest.files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def state_of(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The JSON state in the checkpoint `path`. Its hash is always checked. Raises CheckpointError."""
+    file = path / paths.STATE
+    _refuse_links(file)
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing") from None
+    found, expected = hashlib.sha256(data).hexdigest(), manifest.files[paths.STATE].sha256
+    if found != expected:
+        raise CheckpointError(f"{file} is damaged: it has the SHA-256 {found}, expected {expected}")
+    state: dict[str, Any] = json.loads(data)
+    return state
+
+
+def read_manifest_file(path: Path) -> bytes:
+    """The bytes of the manifest in the checkpoint `path`. Raises CheckpointError if there is none."""
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist or is not a folder")
     manifest = path / paths.MANIFEST
@@ -81,7 +106,8 @@ def _refuse_links(file: Path) -> None:
         )
 
 
-def _problem_of(file: Path, expected: FileEntry, level: VerifyLevel) -> str | None:
+def problem_of(file: Path, expected: FileEntry, level: VerifyLevel) -> str | None:
+    """What is wrong with a file, or None. Raises UntrustedCheckpointError for a link."""
     _refuse_links(file)
     try:
         status = file.stat()

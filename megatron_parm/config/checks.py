@@ -4,7 +4,6 @@ Each function takes the narrowest settings it needs and raises ConfigError (Layo
 values, the rule, a value that would work. The rules keep the meaning of Megatron's own validation; nothing is clamped.
 """
 
-from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.numbers import common_divisors, divisors, one_of
@@ -328,26 +327,9 @@ def check_optim(optim: OptimConfig) -> None:
         )
 
 
-def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    """Check that what is asked of checkpoints has a folder."""
-    for flag, is_given in (
-        ("--ckpt-step", checkpoint.ckpt_step is not None),
-        ("--finetune", checkpoint.finetune),
-        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
-    ):
-        if is_given and checkpoint.load is None:
-            raise ConfigError(f"{flag} needs --load DIR: there is no checkpoint to take")
-
-
-def remarks(
-    checkpoint: CheckpointConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig | None
-) -> list[str]:
+def remarks(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig | None) -> list[str]:
     """Settings that are allowed and do nothing, or less than one may think, each in one line."""
     found = []
-    if checkpoint.save is not None and checkpoint.save_interval is None:
-        found.append("--save without --save-interval: a checkpoint is written only when the run ends")
-    if checkpoint.save is None and checkpoint.save_interval is not None:
-        found.append("--save-interval: no effect without --save")
     if model.num_query_groups != 1 and not model.group_query_attention:
         found.append("--num-query-groups: no effect without --group-query-attention")
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:

@@ -161,21 +161,15 @@ _PRECISION: dict[str, Entry] = _ignored(
 ) | _refused("the loss is always computed in at least fp32; leave it out", "fp16-lm-cross-entropy")
 
 _CHECKPOINT: dict[str, Entry] = (
-    _refused("use --load DIR with --finetune", "pretrained-checkpoint")
-    | _ignored("weights are always initialised, then loaded", "no-initialization")
-    | _refused(
-        "repeat the model's flags; a difference from the checkpoint is reported",
-        "use-checkpoint-args use-mp-args-from-checkpoint-args",
-    )
+    _ignored("weights are always initialised, then loaded", "no-initialization")
     | _ignored(_ONE_FORMAT, "ckpt-format", "one")
     | _ignored(_ONE_FORMAT, "use-dist-ckpt auto-detect-ckpt-format ckpt-assume-constant-structure")
     | _ignored(
-        "every rank always writes and reads its own part",
+        "replicas always share the writing, and every rank reads its own part",
         "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load",
     )
-    | _ignored("saving is synchronous in this release, with the same result", "async-save use-persistent-ckpt-worker")
+    | _ignored("--async-save writes in a thread", "use-persistent-ckpt-worker")
     | _ignored("loading is always strict", "dist-ckpt-strictness", "one")
-    | _ignored("every checkpoint is kept", "save-retain-interval", "one")
     | _refused("not in this release; " + _ONE_FORMAT, "ckpt-convert-format ckpt-convert-save")
     | _refused(
         "not in this release; use --save and --save-interval",

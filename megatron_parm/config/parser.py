@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -16,6 +16,7 @@ from megatron_parm import __version__
 from megatron_parm.config import checks_activations
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checks import remarks
+from megatron_parm.config.checks_checkpoint import checkpoint_remarks
 from megatron_parm.config.checks_replicas import replica_remarks
 from megatron_parm.config.checks_router import router_remarks
 from megatron_parm.config.config_file import Takes, did_you_mean, words_of_file
@@ -27,6 +28,7 @@ from megatron_parm.errors import ConfigError
 
 S = TypeVar("S")
 ModelKind = Literal["GPT", "BERT"]
+ReadSaved = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 _NARGS: dict[Takes, int | str | None] = {"nothing": 0, "one": None, "several": "*", "anything": "*"}
 _TAKES: dict[str, Takes] = {"none": "nothing", "one": "one", "any": "anything"}
@@ -220,11 +222,20 @@ def _learn_entry(
         parser.learn(parser, spelling, _TableAction, _TAKES[entry.values], const=entry, help=hidden)
 
 
-def read_settings(parser: ConfigParser, argv: Sequence[str] | None, classes: Iterable[type]) -> Settings:
-    """Read argv (None: this process's own) over the file it may name. Raises ConfigError."""
+def read_settings(
+    parser: ConfigParser, argv: Sequence[str] | None, classes: Sequence[type], saved: ReadSaved | None = None
+) -> Settings:
+    """Read argv (None: this process's own) over the file it may name, and over a checkpoint's if asked for.
+
+    saved: from what is given to the settings of the checkpoint that it names. Raises ConfigError.
+    """
     given, namespace = parser.read(sys.argv[1:] if argv is None else argv)
     if namespace.config is not None:
         given = _over(_read_file(parser, namespace.config), given)
+    if given.values.get("use_checkpoint_args"):
+        if saved is None:
+            raise ConfigError("--use-checkpoint-args: not for this command; repeat the model's flags")
+        given = _over(_from_checkpoint(saved(given.values), given, classes), given)
     sections: dict[type, Any] = {}
     missing: list[str] = []
     for owner in classes:
@@ -249,6 +260,21 @@ def _read_file(parser: ConfigParser, path: str) -> Given:
         raise ConfigError(f"--config {path}: {error}") from None
 
 
+def _from_checkpoint(saved: Mapping[str, object], given: Given, classes: Sequence[type]) -> Given:
+    """Those of the saved settings that this command knows and that are not given."""
+    found = Given()
+    for owner in classes:
+        for flag in flags_of(owner):
+            if flag.field in saved and flag.field not in given.values:
+                value = saved[flag.field]
+                value = tuple(value) if isinstance(value, list) else value
+                flag.check(value)
+                found.add(flag.field, flag.spelling, value)
+    told = ", ".join(f"{found.spellings[name]} {value}" for name, value in found.values.items())
+    found.note(f"from the checkpoint: {told}" if told else "--use-checkpoint-args: nothing was taken from a checkpoint")
+    return found
+
+
 def _over(file: Given, line: Given) -> Given:
     merged = Given(file.values | line.values, file.spellings | line.spellings, notes=list(file.notes))
     for text in line.notes:
@@ -264,9 +290,16 @@ def _note_unused(given: Given) -> None:
 
 
 def parse_run_config(
-    argv: Sequence[str] | None = None, *, prog: str | None = None, model: ModelKind = "GPT"
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    model: ModelKind = "GPT",
+    saved: ReadSaved | None = None,
 ) -> tuple[RunConfig, list[str]]:
-    """A whole run's settings and the notes to print once. Raises ConfigError; `--help` and `--version` exit."""
+    """A whole run's settings and the notes to print once; saved: see `read_settings`.
+
+    Raises ConfigError; `--help` and `--version` exit.
+    """
     classes = tuple(owner for owner in SECTIONS.values() if model == "BERT" or owner is not BertConfig)
     text = f"Train a {model} with or without experts."
     parser = build_parser(classes, prog=prog, description=text, knows_megatron=True)
@@ -275,9 +308,13 @@ def parse_run_config(
             parser.learn(
                 parser, flag.spelling, _TableAction, "anything", const=Refused(_FOR_BERT), help=argparse.SUPPRESS
             )
-    settings = read_settings(parser, argv, classes)
+    settings = read_settings(parser, argv, classes, saved)
     config = run_from_sections(settings.sections)
-    notes = [*settings.notes, *remarks(config.checkpoint, config.model, config.parallel, config.moe)]
+    notes = [
+        *settings.notes,
+        *checkpoint_remarks(config.checkpoint),
+        *remarks(config.model, config.parallel, config.moe),
+    ]
     notes += replica_remarks(
         config.replicas, config.loss_scale, config.training.precision, is_moe=config.moe is not None
     )

@@ -13,6 +13,7 @@ from megatron_parm.config import checks, checks_activations, checks_pipeline, ch
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.checks_bert import check_bert
+from megatron_parm.config.checks_checkpoint import check_checkpoint
 from megatron_parm.config.checks_data import check_data
 from megatron_parm.config.checks_logs import check_logs
 from megatron_parm.config.checks_replicas import check_loss_scale, check_replicas
@@ -137,7 +138,7 @@ def check_run(config: RunConfig, world: int) -> None:
     check_replicas(config.replicas, config.training.precision)
     check_loss_scale(config.loss_scale)
     check_data(config.data)
-    checks.check_checkpoint(config.checkpoint)
+    check_checkpoint(config.checkpoint)
     if config.bert is not None:
         check_bert(config.model, config.data)
     check_logs(config.logging)

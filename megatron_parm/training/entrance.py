@@ -19,6 +19,7 @@ from megatron_parm.parallel import failures, launch
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.launch import LaunchEnvironment
 from megatron_parm.training.assemble import assemble, join_ranks
+from megatron_parm.training.checkpoint_flags import settings_of_checkpoint
 from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.progress_state import RunProgress
@@ -77,7 +78,7 @@ def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT) -> in
     """Parse the flags, train a model of `family`, and return the exit code of this worker."""
 
     def work(environment: LaunchEnvironment) -> None:
-        config, notes = parse_run_config(argv, model=family.kind)
+        config, notes = parse_run_config(argv, model=family.kind, saved=settings_of_checkpoint)
         log = Log(environment.rank, write=write_above_bars) if is_terminal(sys.stderr) else Log(environment.rank)
         for note in notes:
             log.warn(note)
@@ -102,7 +103,7 @@ def make_trainer(
     ctx = traced_context(config.logging, ctx)
     if saved is None:
         return Trainer(assemble(config, ctx, log, family=family), recorder)
-    start = RunProgress() if config.checkpoint.finetune or config.upcycles else saved.progress
+    start = RunProgress() if saved.weights_only or config.upcycles else saved.progress
     trainer = Trainer(
         assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start, family=family),
         recorder,

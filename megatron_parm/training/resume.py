@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_parm import __version__
 from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
 from megatron_parm.checkpoint.load import has_same_layout, load_rank_tensors, load_tensors, read_state
-from megatron_parm.checkpoint.save import SaveReport, save_checkpoint
+from megatron_parm.checkpoint.save import SaveUnderway, begin_save
 from megatron_parm.checkpoint.verify import VerifiedCheckpoint
 from megatron_parm.checkpoint.whole_model import WholeModel
+from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.config.fields import flags_of
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import SECTIONS, RunConfig, to_dict
@@ -35,7 +35,7 @@ from megatron_parm.training.upcycle import plan_upcycling
 OPTIMIZER, MODEL = "optimizer.", "model."
 REUSED = "as in the checkpoint: "
 NamedTensors = dict[str, tuple[Tensor, ShardSpec]]
-VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 # settings that change what the saved tensors mean; the others may differ between a run and its resume
 FIXED_SETTINGS = (
@@ -79,11 +79,12 @@ LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A verified checkpoint with its JSON state."""
+    """A verified checkpoint with its JSON state. `weights_only`: a new run begins from its weights, at iteration 0."""
 
     checkpoint: VerifiedCheckpoint
     state: dict[str, Any]
     foreign: WholeModel | None = None  # of a folder of Hugging Face: weights only
+    weights_only: bool = False
 
     @property
     def progress(self) -> RunProgress:
@@ -105,8 +106,8 @@ def optimizer_tensors(run: Assembly) -> NamedTensors:
     }
 
 
-def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
-    """Save the run as it stands after `progress.iteration`. Call on all ranks."""
+def begin_saving(run: Assembly, progress: RunProgress, root: Path) -> SaveUnderway:
+    """Begin to save the run as it stands after `progress.iteration`. Call on all ranks."""
     checkpoint = run.config.checkpoint
     run.optimizer.settle()
     tensors = model_tensors(run.built)
@@ -134,37 +135,35 @@ def save_run(run: Assembly, progress: RunProgress, root: Path) -> SaveReport:
         if run.schedule_check is not None:
             state["moe_schedule"]["check"] = run.schedule_check.to_state()
     random_states = {} if checkpoint.no_save_rng else run.random_states.state_dict()
-    return save_checkpoint(root, progress.iteration, tensors, random_states, state, run.ctx)
+    return begin_save(root, progress.iteration, tensors, random_states, state, run.ctx)
 
 
 def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedRun | None:
-    """The checkpoint that `--load` means; None for a fresh start. Call on all ranks.
+    """The checkpoint that `--load` or, in a first start, `--pretrained-checkpoint` means; None for a fresh start.
 
-    Raises ConfigError if there is none, unless `--load` equals `--save` and holds nothing yet; CheckpointError if it is
-    of another model, or damaged.
+    Call on all ranks. Raises ConfigError if there is none, unless `--load` equals `--save` and holds nothing yet;
+    CheckpointError if it is of another model, or damaged.
     """
     checkpoint = config.checkpoint
-    if checkpoint.load is None:
+    if checkpoint.load is not None and not has_checkpoint(Path(checkpoint.load), ctx):
+        foreign = open_foreign(Path(checkpoint.load), ctx)
+        if foreign is not None:
+            return _foreign_run(config, *foreign, log)
+    loads = _has_checkpoint_to_load(checkpoint, ctx, log)
+    if not loads and checkpoint.pretrained_checkpoint is None:
         return None
-    root = Path(checkpoint.load)
-    is_restart_line = checkpoint.save is not None and root.resolve() == Path(checkpoint.save).resolve()
-    if not has_checkpoint(root, ctx):
-        found_foreign = open_foreign(root, ctx)
-        if found_foreign is not None:
-            return _foreign_run(config, *found_foreign, log)
-        if is_restart_line and not checkpoint.exit_on_missing_checkpoint:
-            log.say(f" > no checkpoint in {root} yet: starting afresh")
-            return None
-        raise ConfigError(
-            f"--load {root}: there is no checkpoint in this folder; correct the path, leave --load out to start "
-            "afresh, or give the same folder to --save and --load for a run that resumes from its own checkpoints"
-        )
-    found = find_checkpoint(
-        root, ctx, ckpt_step=checkpoint.ckpt_step, resume=checkpoint.resume, verify=checkpoint.verify_checkpoint
-    )
+    weights_only = checkpoint.finetune or not loads
+    root = Path(str(checkpoint.load if loads else checkpoint.pretrained_checkpoint))
+    if not loads and not has_checkpoint(root, ctx):
+        foreign = open_foreign(root, ctx)
+        if foreign is not None:
+            return _foreign_run(config, *foreign, log)
+        raise ConfigError(f"--pretrained-checkpoint {root}: there is no checkpoint in this folder; correct the path")
+    step = checkpoint.ckpt_step if loads else None
+    found = find_checkpoint(root, ctx, ckpt_step=step, resume=checkpoint.resume, verify=checkpoint.verify_checkpoint)
     for warning in found.warnings:
         log.warn(warning)
-    saved = SavedRun(found, read_state(found, ctx))
+    saved = SavedRun(found, read_state(found, ctx), weights_only=weights_only)
     settings = _section(saved.state, "config")
     if config.upcycles:
         if settings.get("num_experts"):
@@ -174,7 +173,7 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedR
             )
         check_same_model(config, settings, data_order=False, with_experts=False)
     else:
-        check_same_model(config, settings, data_order=not checkpoint.finetune)
+        check_same_model(config, settings, data_order=not weights_only)
     return saved
 
 
@@ -183,7 +182,24 @@ def _foreign_run(config: RunConfig, checkpoint: VerifiedCheckpoint, model: Whole
         log.warn(warning)
     state = foreign_state(model, config)
     check_same_model(config, state["config"], data_order=False, with_experts=not config.upcycles)
-    return SavedRun(checkpoint, state, model)
+    return SavedRun(checkpoint, state, model, weights_only=True)
+
+
+def _has_checkpoint_to_load(checkpoint: CheckpointConfig, ctx: ParallelContext, log: Log) -> bool:
+    """Whether `--load` names a checkpoint. Raises ConfigError where it should and does not."""
+    if checkpoint.load is None:
+        return False
+    root = Path(checkpoint.load)
+    if has_checkpoint(root, ctx):
+        return True
+    is_restart_line = checkpoint.save is not None and root.resolve() == Path(checkpoint.save).resolve()
+    if is_restart_line and not checkpoint.exit_on_missing_checkpoint:
+        log.say(f" > no checkpoint in {root} yet: starting afresh")
+        return False
+    raise ConfigError(
+        f"--load {root}: there is no checkpoint in this folder; correct the path, leave --load out to start "
+        "afresh, or give the same folder to --save and --load for a run that resumes from its own checkpoints"
+    )
 
 
 def vocabulary_rows(checkpoint: VerifiedCheckpoint) -> int | None:
@@ -225,7 +241,7 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     tensors = model_tensors(run.built)
     if run.config.upcycles:
         return _upcycle(run, checkpoint), run.schedule
-    takes_optimizer = settings.loads_optimizer
+    takes_optimizer = not (settings.no_load_optim or saved.weights_only)
     if takes_optimizer:
         _check_optimizer(run, saved)
         tensors |= optimizer_tensors(run)
@@ -236,10 +252,10 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
             run.loss_scale.load_state(_section(state, "loss_scale"))
     else:
         run.optimizer.masters.refresh()
-    if settings.loads_random_states:
+    if not (settings.no_load_rng or saved.weights_only):
         _load_random_states(run, checkpoint)
     _reuse_moe_schedule(run, state)
-    if settings.finetune:
+    if saved.weights_only:
         return RunProgress(), run.schedule
     progress = saved.progress
     if progress.iteration >= run.config.train_iterations:  # nothing left to do: no rate is needed any more
@@ -278,19 +294,8 @@ def load_named(
 
     Rows of padding that the checkpoint lacks keep their initial zeros. Call on all ranks.
     """
-    saved = checkpoint.manifest.tensors
-    whole: NamedTensors = {}
-    for name, (local, spec) in tensors.items():
-        if name.endswith(VOCABULARY_TENSORS) and name in saved and saved[name].shape[1:] == spec.global_shape[1:]:
-            shape = saved[name].shape
-            if shape != spec.global_shape:  # rows that cannot be cut alike: each rank reads all and keeps its own
-                whole[name] = local.new_empty(shape), ShardSpec(shape, (), spec.role, spec.decays)
-    load_tensors(checkpoint, tensors | whole, ctx, ignored_prefixes=ignored_prefixes)
-    with torch.no_grad():
-        for name, (rows, _) in whole.items():
-            local, spec = tensors[name]
-            own = rows[spec.box[0]]
-            local[: len(own)] = own
+    padded = [name for name in tensors if name.endswith(VOCABULARY_TENSORS)]
+    load_tensors(checkpoint, tensors, ctx, ignored_prefixes=ignored_prefixes, padded=padded)
 
 
 def check_vocabulary(vocab_size: int, tokenizer_type: str, state: dict[str, Any]) -> None:

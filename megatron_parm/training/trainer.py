@@ -19,7 +19,6 @@ from megatron_parm.observe.records import (
     EndRecord,
     MoEFigures,
     MoELayerFigures,
-    SaveRecord,
     ScheduleChoice,
     StartRecord,
     TrainRecord,
@@ -35,7 +34,8 @@ from megatron_parm.training.assemble import Assembly, count_parameters, named_la
 from megatron_parm.training.evaluate import evaluate
 from megatron_parm.training.non_finite import ForwardWatch
 from megatron_parm.training.progress_state import RunProgress
-from megatron_parm.training.resume import SavedRun, load_run, save_run
+from megatron_parm.training.resume import SavedRun, load_run
+from megatron_parm.training.saving import RunSaver
 from megatron_parm.training.schedule_check import ScheduleTrial
 from megatron_parm.training.signals import StopRequests
 from megatron_parm.training.step import StepResult, TrainStep
@@ -51,7 +51,7 @@ class Trainer:
         self.run = run
         self.recorder = recorder
         self.progress = RunProgress()
-        self._saved_at: int | None = None
+        self._saver = RunSaver(run.config.checkpoint, run.ctx, run.log, recorder)
         self._started = time.monotonic()
         self._clock = StepClock(device_synchroniser(run.ctx.device))
         self._traced = TracedSteps(run.config.logging, run.ctx, run.log)
@@ -86,8 +86,8 @@ class Trainer:
         """Go on from `saved`, as --finetune, --moe-use-upcycling and their kind say."""
         self.progress, schedule = load_run(self.run, saved)
         self.run = replace(self.run, schedule=schedule)
-        if not (self.run.config.checkpoint.finetune or self.run.config.upcycles):
-            self._saved_at = self.progress.iteration
+        if not (saved.weights_only or self.run.config.upcycles):
+            self._saver.saved_at = self.progress.iteration
         self.run.log.say(f" > loaded {saved.checkpoint.path}, going on from iteration {self.progress.iteration}")
 
     def train(self) -> None:
@@ -102,7 +102,11 @@ class Trainer:
             elif progress.iteration >= last:
                 reason = f"nothing left to do: iteration {progress.iteration} of {last} was reached before"
             else:
-                reason = self._loop(last) or "done"
+                try:
+                    reason = self._loop(last) or "done"
+                except (NonFiniteError, CorruptionError):  # the same on all ranks: the save before it is still good
+                    self._saver.settle()
+                    raise
                 self._traced.finish(progress.iteration)
             if config.training.skip_train or progress.iteration >= last:
                 self._evaluate_at_the_end()
@@ -125,6 +129,7 @@ class Trainer:
                 bar.advance(loss=result.lm_loss)
                 with self._clock.paused():
                     self._traced.after_step(progress.iteration)
+                    self._saver.poll()
                     if progress.iteration % config.training.eval_interval == 0:
                         self._evaluate_valid(f"iteration {progress.iteration}")
                     if config.checkpoint.save_interval and progress.iteration % config.checkpoint.save_interval == 0:
@@ -134,6 +139,7 @@ class Trainer:
                     self._stop_early()
                     return reason
         self._save()
+        self._saver.settle()
         return None
 
     def _one_step(self) -> StepResult:
@@ -284,18 +290,11 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Save, unless this iteration is saved already or nothing is to be saved."""
-        root = self.run.config.checkpoint.save
-        if root is None or self._saved_at == self.progress.iteration:
-            return
-        report = save_run(self.run, self.progress, Path(root))
-        self._saved_at = self.progress.iteration
-        for note in report.notes:
-            self.run.log.say(f" > {note}")
-        self.recorder.write(SaveRecord(self.progress.iteration, str(report.path), report.seconds, report.seconds))
+        self._saver.save(self.run, self.progress)
 
     def _stop_early(self) -> None:
         self._save()
+        self._saver.settle()
         root = self.run.config.checkpoint.save
         if root is None:
             self.run.log.warn("stopping before the end without a checkpoint: --save was not given")

@@ -16,13 +16,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from megatron_parm.checkpoint import paths, save, storage
-from megatron_parm.checkpoint.agreement import CheckpointStorageError
 from megatron_parm.checkpoint.find import find_checkpoint
 from megatron_parm.checkpoint.save import save_checkpoint
 from megatron_parm.checkpoint.verify import verify_checkpoint
+from megatron_parm.errors import CheckpointStorageError
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import ShardSpec
 from tests.checkpoint import example
@@ -38,9 +39,8 @@ def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write_half_and_die(stream: Any, data: bytes) -> None:
-    stream._file.write(data[: len(data) // 2])
-    stream._file.flush()
+def _write_half_and_die(file: Any, data: memoryview) -> None:
+    file.write(data[: len(data) // 2])
     _die()
 
 
@@ -58,8 +58,8 @@ def _once_then_die(real: Callable[..., Any]) -> Callable[..., Any]:
 
 # where the process dies: the patch that kills it there, and whether the new save counts as finished then
 KILL_POINTS: dict[str, tuple[Callable[[], Any], bool]] = {
-    "before the shard": (lambda: mock.patch.object(storage.ShardWriter, "write_data", _die), False),
-    "in the shard": (lambda: mock.patch.object(storage._HashingStream, "write", _write_half_and_die), False),
+    "before the shard": (lambda: mock.patch.object(save, "write_shard", _die), False),
+    "in the shard": (lambda: mock.patch.object(storage, "write_all", _write_half_and_die), False),
     "after the shards": (lambda: mock.patch.object(save, "_write_state", _die), False),
     "before the manifest": (lambda: mock.patch.object(save, "_write_manifest", _die), False),
     "after the manifest": (lambda: mock.patch.object(paths, "publish", _die), False),
@@ -135,7 +135,7 @@ def own_pool() -> Iterator[Pool]:
 
 
 def _save_with_a_dying_rank(ctx: ParallelContext, root: Path) -> None:
-    patch = mock.patch.object(storage._HashingStream, "write", _write_half_and_die)
+    patch = mock.patch.object(storage, "write_all", _write_half_and_die)
     with patch if ctx.rank == 1 else nullcontext():
         example.save(ctx, root, 10, NEW)
 
@@ -312,3 +312,12 @@ def test_shards_are_plain_safetensors(tmp_path: Path) -> None:
     loaded = load_file(path / paths.shard_name(0))
     for name, value in example.global_values(OLD).items():
         assert torch.equal(loaded[name], value)
+
+
+def test_torchs_own_reader_reads_the_shards(pools: Pools, tmp_path: Path) -> None:
+    """The files are those of torch's distributed checkpointing: it finds the whole tensors in the shards of 4 ranks."""
+    path = pools.run(Layout(4, tp=2, esp=2, ep=2), example.save, tmp_path, 1, OLD)[0].path
+    expected = example.global_values(OLD)
+    loaded = {name: torch.empty_like(value) for name, value in expected.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert [name for name in expected if not torch.equal(loaded[name], expected[name])] == []

@@ -24,6 +24,7 @@ from megatron_parm.observe.records import Record
 from megatron_parm.observe.sinks import Recorder
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training import entrance
+from megatron_parm.training.checkpoint_flags import settings_of_checkpoint
 from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
 from megatron_parm.training.resume import model_tensors, open_checkpoint, optimizer_tensors
@@ -118,7 +119,7 @@ def make_trainer(
     ctx: ParallelContext, argv: list[str], events: list[Event], said: Any, family: ModelFamily = GPT
 ) -> Trainer:
     """A trainer for these flags, resumed from its checkpoint if they name one."""
-    config, _ = parse_run_config(argv, model=family.kind)
+    config, _ = parse_run_config(argv, model=family.kind, saved=settings_of_checkpoint)
     check_run(config, ctx.world.size)
     config = resolve(config, ctx.world.size)
     log = Log(ctx.rank, out=said, err=said)

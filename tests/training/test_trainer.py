@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from megatron_parm.config.run import check_run
 from megatron_parm.errors import ConfigError
 from megatron_parm.moe.gate import Gate
 from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.training import saving as saving_module
 from megatron_parm.training import trainer as trainer_module
 from megatron_parm.training.evaluate import evaluate
 from megatron_parm.training.trainer import PREEMPTED
@@ -261,11 +263,10 @@ def _slow_evaluation_and_save(_rank: int) -> Any:
         time.sleep(SLOW_SECONDS)
         return original(*args)
 
-    return patch.multiple(
-        trainer_module,
-        evaluate=functools.partial(slow, trainer_module.evaluate),
-        save_run=functools.partial(slow, trainer_module.save_run),
-    )
+    patches = ExitStack()
+    for module, name in ((trainer_module, "evaluate"), (saving_module, "begin_saving")):
+        patches.enter_context(patch.object(module, name, functools.partial(slow, getattr(module, name))))
+    return patches
 
 
 def test_flops_change_with_the_feed_forward_width(pools: Pools, corpus: str) -> None:
