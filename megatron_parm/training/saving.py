@@ -36,7 +36,7 @@ class RunSaver:
         self._log = log
         self._recorder = recorder
         self._underway: BackgroundSave | None = None
-        self._stall_seconds = 0.0  # of the save under way
+        self._started = self._stall_seconds = 0.0  # of the save under way
 
     def save(self, run: Assembly, progress: RunProgress) -> None:
         """Save, unless this iteration is saved already or nothing is to be saved."""
@@ -47,11 +47,13 @@ class RunSaver:
         begun = begin_saving(run, progress, self._root)
         if self._is_async:
             self._underway = BackgroundSave(begun, self._ctx)
+            self._started = started
             self._stall_seconds = time.monotonic() - started
         else:
             begun.write()
             report = begun.finish()
-            self._tell(report, progress.iteration, report.seconds)
+            seconds = time.monotonic() - started
+            self._tell(report, progress.iteration, seconds, seconds)
         self.saved_at = progress.iteration
 
     def poll(self) -> None:
@@ -66,13 +68,14 @@ class RunSaver:
 
     def _complete(self, underway: BackgroundSave) -> None:
         self._underway = None  # also if it fails: it is told once
-        started = time.monotonic()
+        waiting = time.monotonic()
         report = underway.finish()
-        self._tell(report, underway.iteration, self._stall_seconds + time.monotonic() - started)
+        now = time.monotonic()
+        self._tell(report, underway.iteration, now - self._started, self._stall_seconds + now - waiting)
 
-    def _tell(self, report: SaveReport, iteration: int, stall_seconds: float) -> None:
+    def _tell(self, report: SaveReport, iteration: int, seconds: float, stall_seconds: float) -> None:
         assert self._root is not None
         removed = remove_superfluous(self._root, iteration, self._retention, self._ctx)
         for note in (*report.notes, *removed):
             self._log.say(f" > {note}")
-        self._recorder.write(SaveRecord(iteration, str(report.path), report.seconds, stall_seconds))
+        self._recorder.write(SaveRecord(iteration, str(report.path), seconds, stall_seconds))
