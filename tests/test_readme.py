@@ -41,6 +41,7 @@ DOCUMENTS = (
     "docs/data.md",
     "docs/flags.md",
     "docs/bert.md",
+    "docs/finetuning.md",
     "docs/formats.md",
     "docs/field-cases.md",
     "requirements-gpu.txt",
@@ -49,8 +50,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PARM = (ROOT / "docs/parm.md").read_text(encoding="utf-8")
 TRAINING = "pretrain_gpt.py"
-TRAININGS: dict[str, ModelKind] = {TRAINING: "GPT", "pretrain_bert.py": "BERT"}
-OUR_PATHS = re.compile(r"(?:\.ci|tools|examples|tests|docs|megatron_parm|requirements)[\w./-]*\.\w+|pretrain_\w+\.py")
+TRAININGS: dict[str, ModelKind] = {TRAINING: "GPT", "pretrain_bert.py": "BERT", "finetune_bert.py": "classifier"}
+OUR_PATHS = re.compile(
+    r"(?:\.ci|tools|examples|tests|docs|megatron_parm|requirements)[\w./-]*\.\w+|(?:pretrain|finetune)_\w+\.py"
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Rules that tie a BERT's settings together. Floor 1."""
+"""Rules that tie the settings of a BERT, or of a classifier of texts, together. Floor 1."""
 
+from megatron_parm.config.classify import ClassifyConfig
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.errors import ConfigError
@@ -35,3 +36,17 @@ def check_bert(model: ModelConfig, data: DataConfig) -> None:
                 f"--{name.replace('_', '-')} is for documents joined to one stream of a GPT; a sample of a BERT is of "
                 "one document: leave it out"
             )
+
+
+def check_classify(classify: ClassifyConfig, data: DataConfig) -> None:
+    """Check what a classifier asks of its classes and files. Raises ConfigError."""
+    names = classify.class_names
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"--class-names {' '.join(names) or '(none)'}: name two or more classes, each once, as the files write them"
+        )
+    if data.data_args_path is not None or data.per_split_data_args_path is not None or data.sft:
+        raise ConfigError(
+            "a classifier reads its files by --data-path, or --train-data-path with --valid-data-path; leave out "
+            "--sft, --data-args-path and --per-split-data-args-path"
+        )

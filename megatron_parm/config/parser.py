@@ -19,6 +19,7 @@ from megatron_parm.config.checks import remarks
 from megatron_parm.config.checks_checkpoint import checkpoint_remarks
 from megatron_parm.config.checks_replicas import replica_remarks
 from megatron_parm.config.checks_router import router_remarks
+from megatron_parm.config.classify import ClassifyConfig
 from megatron_parm.config.config_file import Takes, did_you_mean, words_of_file
 from megatron_parm.config.fields import Flag, flags_of
 from megatron_parm.config.megatron_flags import MEGATRON_FLAGS, Entry, Ignored, Refused, Sets, Spelling
@@ -27,12 +28,16 @@ from megatron_parm.config.run import SECTIONS, RunConfig, run_from_sections
 from megatron_parm.errors import ConfigError
 
 S = TypeVar("S")
-ModelKind = Literal["GPT", "BERT"]
+ModelKind = Literal["GPT", "BERT", "classifier"]
 ReadSaved = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 _NARGS: dict[Takes, int | str | None] = {"nothing": 0, "one": None, "several": "*", "anything": "*"}
 _TAKES: dict[str, Takes] = {"none": "nothing", "one": "one", "any": "anything"}
-_FOR_BERT = "a flag of pretrain_bert.py; leave it out for a GPT"
+# sections of some kinds of model alone: which, and what another kind says of their flags
+_KINDS: dict[type, tuple[tuple[ModelKind, ...], str]] = {
+    BertConfig: (("BERT", "classifier"), "a flag of pretrain_bert.py; leave it out for a GPT"),
+    ClassifyConfig: (("classifier",), "a flag of finetune_bert.py, which trains a classifier; leave it out"),
+}
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -300,14 +305,13 @@ def parse_run_config(
 
     Raises ConfigError; `--help` and `--version` exit.
     """
-    classes = tuple(owner for owner in SECTIONS.values() if model == "BERT" or owner is not BertConfig)
+    foreign = {owner: reason for owner, (kinds, reason) in _KINDS.items() if model not in kinds}
+    classes = tuple(owner for owner in SECTIONS.values() if owner not in foreign)
     text = f"Train a {model} with or without experts."
     parser = build_parser(classes, prog=prog, description=text, knows_megatron=True)
-    if model == "GPT":
-        for flag in flags_of(BertConfig):
-            parser.learn(
-                parser, flag.spelling, _TableAction, "anything", const=Refused(_FOR_BERT), help=argparse.SUPPRESS
-            )
+    for owner, reason in foreign.items():
+        for flag in flags_of(owner):
+            parser.learn(parser, flag.spelling, _TableAction, "anything", const=Refused(reason), help=argparse.SUPPRESS)
     settings = read_settings(parser, argv, classes, saved)
     config = run_from_sections(settings.sections)
     notes = [

@@ -12,11 +12,12 @@ from typing import Any
 from megatron_parm.config import checks, checks_activations, checks_pipeline, checks_router
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.checkpoint import CheckpointConfig
-from megatron_parm.config.checks_bert import check_bert
+from megatron_parm.config.checks_bert import check_bert, check_classify
 from megatron_parm.config.checks_checkpoint import check_checkpoint
 from megatron_parm.config.checks_data import check_data
 from megatron_parm.config.checks_logs import check_logs
 from megatron_parm.config.checks_replicas import check_loss_scale, check_replicas
+from megatron_parm.config.classify import ClassifyConfig
 from megatron_parm.config.data import DataConfig
 from megatron_parm.config.fields import Flag, check_fields, flags_of, nearest_names
 from megatron_parm.config.logs import LoggingConfig
@@ -34,6 +35,7 @@ from megatron_parm.errors import ConfigError
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "bert": BertConfig,
+    "classify": ClassifyConfig,
     "moe": MoEConfig,
     "parallel": ParallelConfig,
     "replicas": ReplicaConfig,
@@ -49,10 +51,12 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a training run is told. `moe` is None for a dense model, `bert` for a GPT."""
+    """Everything a training run is told. `moe` is None for a dense model, `bert` for a GPT, `classify` for all but a
+    classifier of texts."""
 
     model: ModelConfig
     bert: BertConfig | None = None
+    classify: ClassifyConfig | None = None
     moe: MoEConfig | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
@@ -141,6 +145,8 @@ def check_run(config: RunConfig, world: int) -> None:
     check_checkpoint(config.checkpoint)
     if config.bert is not None:
         check_bert(config.model, config.data)
+    if config.classify is not None:
+        check_classify(config.classify, config.data)
     check_logs(config.logging)
 
 
@@ -186,7 +192,9 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
         if owner is MoEConfig and not values.get("num_experts"):
             sections[owner] = None
             continue
-        if owner is BertConfig and "bert_layout" not in values:
+        if (owner is BertConfig and "bert_layout" not in values) or (
+            owner is ClassifyConfig and "class_names" not in values
+        ):
             sections[owner] = None
             continue
         mine = {flag.field: _plain(flag, values[flag.field]) for flag in flags_of(owner) if flag.field in values}

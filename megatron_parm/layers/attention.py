@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from megatron_parm.layers.initialise import Initialiser
 from megatron_parm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_parm.layers.norm import Norm, NormKind, RowNorm
+from megatron_parm.layers.past import LayerPast
 from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.layers.rotary import Rotation, rotate
 from megatron_parm.parallel.context import Axis
@@ -107,13 +108,22 @@ class SelfAttention(nn.Module):
                 )
                 setattr(self, name, norm)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. `may_attend` is a bool [b or 1, 1, s, s] that replaces the causal rule."""
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None, past: LayerPast | None = None
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]. `may_attend` is a bool [b or 1, 1, s, s] that replaces the causal rule.
+
+        `past` has the positions before these (then the last dim of `may_attend`, which must be given, counts them
+        too), and is extended by them.
+        """
         query, key, value = self._project(x)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        if self.shape.window is not None and query.shape[0] > self.shape.window + 1:
-            may_attend = self._within_window(query.shape[0], may_attend, query.device)
+        if past is not None:
+            assert may_attend is not None, "with a past the mask says what may be attended to"
+            key, value = past.extend(key, value)
+        if self.shape.window is not None and key.shape[0] > self.shape.window + 1:
+            may_attend = self._within_window(query.shape[0], key.shape[0], may_attend, query.device)
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._attend(query, key, value, may_attend)
@@ -138,10 +148,10 @@ class SelfAttention(nn.Module):
         )  # [b, heads/tp, s, d]
         return attended.permute(2, 0, 1, 3).flatten(2).to(dtype)  # [s, b, heads/tp * d]
 
-    def _within_window(self, length: int, may_attend: Tensor | None, device: torch.device) -> Tensor:
-        """`may_attend` (or the causal rule) less what lies further back than the window, [b or 1, 1, s, s]."""
+    def _within_window(self, length: int, seen: int, may_attend: Tensor | None, device: torch.device) -> Tensor:
+        """`may_attend` (or the causal rule) less what lies further back than the window, [b or 1, 1, s, seen]."""
         assert self.shape.window is not None
-        near = torch.ones(length, length, dtype=torch.bool, device=device).triu(-self.shape.window)
+        near = torch.ones(length, seen, dtype=torch.bool, device=device).triu(seen - length - self.shape.window)
         if may_attend is None:
             return (near.tril() if self.shape.is_causal else near)[None, None]
         return may_attend & near

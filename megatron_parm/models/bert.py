@@ -33,15 +33,14 @@ class BertOutput:
     order: Tensor | None
 
 
-class BertModel(nn.Module):
-    """Embedding, blocks, heads, or the parts of them that a pipeline rank holds.
+class BertEncoder(nn.Module):
+    """Embedding and blocks, or the parts of them that a pipeline rank holds.
 
     `parts` are the layers of each of the rank's stages, in order; default: the whole model. The stage with layer 0
-    embeds, the one with the last layer has the heads; where they are on two ranks, the last one holds a copy of the
-    word embedding under the same name, and the gradients of both are to be summed (`tie`). Weights are uninitialised:
-    call `initialise_weights`. `generator` is the stream of dropout on activations that are identical on tp; None under
-    sequence parallelism, which ends where the blocks end: the heads see whole sequences. `has_order_head`: two
-    segments, and a head for their order.
+    embeds. `has_word_head`: where first and last stage are on two ranks, the last one holds a copy of the word
+    embedding under the same name, and the gradients of both are to be summed (`tie`). Weights are uninitialised: call
+    `initialise_weights`. `generator` is the stream of dropout on activations that are identical on tp; None under
+    sequence parallelism, which ends where the blocks end: what follows sees whole sequences.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class BertModel(nn.Module):
         generator: torch.Generator | None,
         dtype: torch.dtype,
         device: torch.device,
-        has_order_head: bool = True,
+        has_word_head: bool,
         parts: Sequence[range] | None = None,
         execution: Execution = PLAIN,
     ) -> None:
@@ -63,33 +62,18 @@ class BertModel(nn.Module):
         self.shape, self.tp, self.execution = shape, tp, execution
         self._joined_over = tp if execution.sequence_parallel else Axis.single("tp")
         layers = [layer for part in self.layers_of_parts for layer in part]
-        embeds, has_heads = 0 in layers, shape.num_layers - 1 in layers
-        if embeds or has_heads:
+        embeds, self.is_last = 0 in layers, shape.num_layers - 1 in layers
+        if embeds or (self.is_last and has_word_head):
             self.embedding = TokenEmbedding(
                 shape, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
             )
             if not embeds:
                 self.embedding.keep_words_alone()
-            if embeds != has_heads:
+            if has_word_head and embeds != self.is_last:
                 tie(self.embedding.word_embeddings.weight)
         self.encoder = TransformerStage(
             shape, layers, feed_forward, tp=tp, generator=generator, dtype=dtype, device=device, execution=execution
         )
-        self.pooler: Pooler | None = None
-        self.binary_head: WholeLinear | None = None
-        if has_heads:
-            self.lm_head = WordHead(shape, dtype=dtype, device=device)
-            self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
-        if has_heads and has_order_head:
-            self.pooler = Pooler(shape, dtype=dtype, device=device)
-            self.binary_head = WholeLinear(
-                shape.hidden_size, 2, initialiser=shape.initialiser, dtype=dtype, device=device
-            )
-
-    @property
-    def stages(self) -> list[nn.Module]:
-        """Each part as a module of its own, over the same parameters and with the arguments of `forward`."""
-        return [_Stage(self, part) for part in range(len(self.layers_of_parts))]
 
     def encode(self, tokens: Tensor, padding_mask: Tensor, token_types: Tensor | None, *, part: int = 0) -> Tensor:
         """Tokens, mask (1 or True where there is text) and segments [b, s] -> hidden states [s, b, h].
@@ -113,6 +97,53 @@ class BertModel(nn.Module):
         if layers.stop != self.shape.num_layers:
             return output
         return all_gather(output, self._joined_over, 0)  # [s, b, h]
+
+
+class BertModel(BertEncoder):
+    """An encoder with the heads of pretraining, or what a pipeline rank holds of it (see `BertEncoder`).
+
+    `has_order_head`: two segments, and a head for their order.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        feed_forward: FeedForwardMaker,
+        *,
+        tp: Axis,
+        generator: torch.Generator | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_order_head: bool = True,
+        parts: Sequence[range] | None = None,
+        execution: Execution = PLAIN,
+    ) -> None:
+        super().__init__(
+            shape,
+            feed_forward,
+            tp=tp,
+            generator=generator,
+            dtype=dtype,
+            device=device,
+            has_word_head=True,
+            parts=parts,
+            execution=execution,
+        )
+        self.pooler: Pooler | None = None
+        self.binary_head: WholeLinear | None = None
+        if self.is_last:
+            self.lm_head = WordHead(shape, dtype=dtype, device=device)
+            self.output_layer = WordBias(shape, tp=tp, dtype=dtype, device=device)
+        if self.is_last and has_order_head:
+            self.pooler = Pooler(shape, dtype=dtype, device=device)
+            self.binary_head = WholeLinear(
+                shape.hidden_size, 2, initialiser=shape.initialiser, dtype=dtype, device=device
+            )
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """Each part as a module of its own, over the same parameters and with the arguments of `forward`."""
+        return [_Stage(self, part) for part in range(len(self.layers_of_parts))]
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.layers.dropout import StreamDropout
 from megatron_parm.layers.feed_forward import FeedForward
 from megatron_parm.layers.norm import Norm
+from megatron_parm.layers.past import LayerPast
 from megatron_parm.layers.recompute import without_keeping
 from megatron_parm.layers.rotary import Rotation
 from megatron_parm.models.execution import PLAIN, Execution
@@ -108,7 +109,12 @@ class TransformerBlock(nn.Module):
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None, is_text: Tensor | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        may_attend: Tensor | None,
+        is_text: Tensor | None = None,
+        past: LayerPast | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h], identical on tp; of the slices [s/tp, b, h] under sequence parallelism.
 
@@ -116,7 +122,7 @@ class TransformerBlock(nn.Module):
         """
         normed = self.input_layernorm(x)
         with self._keeping(normed, self.input_layernorm, x):
-            attended = self.self_attention(normed, rotation, may_attend)
+            attended = self.self_attention(normed, rotation, may_attend, past)
         x = self.dropout(attended) + (normed.to(x.dtype) if self.residual_is_normed else x)
         normed = self.pre_mlp_layernorm(x)
         with self._keeping(normed, self.pre_mlp_layernorm, x):

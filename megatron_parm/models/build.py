@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatron_parm.config.bert import BertConfig
 from megatron_parm.config.model import ModelConfig
 from megatron_parm.config.run import RunConfig
 from megatron_parm.layers.feed_forward import Activation, gates_of
@@ -13,6 +14,7 @@ from megatron_parm.layers.recompute import Recomputation
 from megatron_parm.layers.rotary import Llama3Scaling, RotaryShape, YarnScaling
 from megatron_parm.models.bert import BertModel
 from megatron_parm.models.block import FeedForwardMaker, make_feed_forward
+from megatron_parm.models.classifier import BertClassifier
 from megatron_parm.models.execution import Execution, LayerRecompute
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.models.moe_layer import make_moe_layer
@@ -34,7 +36,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-LanguageModel = GPTModel | BertModel
+LanguageModel = GPTModel | BertModel | BertClassifier
 
 
 @dataclass
@@ -115,12 +117,7 @@ def build_bert(
 ) -> BuiltModel:
     """The BERT of a resolved `config`; everything else as `build_gpt`."""
     assert config.bert is not None, "these are the settings of a GPT"
-    shape = replace(
-        model_shape(config, vocab_size, padded_vocab_size),
-        is_causal=False,
-        num_token_types=1 if config.bert.bert_no_binary_head else 2,
-        norm_placement="post" if config.bert.bert_layout == "original" else "pre",
-    )
+    shape = _encoder_shape(config, config.bert, vocab_size, padded_vocab_size)
     dtype = DTYPES[config.training.precision]
     choice = choose_schedule(config, ctx, cost_model)
     scale, record = BackwardScale(), _routing_record(config)
@@ -139,6 +136,46 @@ def build_bert(
     if draws_weights:
         initialise_weights(model, config.training.seed)
     return BuiltModel(model, choice, scale, record)
+
+
+def build_classifier(
+    config: RunConfig,
+    vocab_size: int,
+    padded_vocab_size: int,
+    ctx: ParallelContext,
+    generator: torch.Generator,
+    cost_model: CostModel = PUBLISHED,
+) -> BuiltModel:
+    """The classifier of a resolved `config`; everything else as `build_gpt`."""
+    assert config.bert is not None and config.classify is not None, "these are the settings of another model"
+    shape = _encoder_shape(config, config.bert, vocab_size, padded_vocab_size)
+    choice = choose_schedule(config, ctx, cost_model)
+    scale, record = BackwardScale(), _routing_record(config)
+    execution = execution_of(config, generator, record)
+    model = BertClassifier(
+        shape,
+        feed_forward_maker(config, shape, choice, scale, record, ctx, generator, execution),
+        len(config.classify.class_names),
+        config.classify.classifier_dropout,
+        tp=ctx.tp,
+        generator=None if execution.sequence_parallel else generator,
+        head_generator=generator,
+        dtype=DTYPES[config.training.precision],
+        device=ctx.device,
+        parts=config.parallel.stages(config.model.num_layers)[ctx.pp.rank :: ctx.pp.size],
+        execution=execution,
+    )
+    initialise_weights(model, config.training.seed)
+    return BuiltModel(model, choice, scale, record)
+
+
+def _encoder_shape(config: RunConfig, bert: BertConfig, vocab_size: int, padded_vocab_size: int) -> ModelShape:
+    return replace(
+        model_shape(config, vocab_size, padded_vocab_size),
+        is_causal=False,
+        num_token_types=1 if bert.bert_no_binary_head else 2,
+        norm_placement="post" if bert.bert_layout == "original" else "pre",
+    )
 
 
 def feed_forward_maker(

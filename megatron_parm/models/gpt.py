@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parm.layers.cross_entropy import vocabulary_cross_entropy
+from megatron_parm.layers.past import Past
 from megatron_parm.models.block import FeedForwardMaker
 from megatron_parm.models.execution import PLAIN, Execution
 from megatron_parm.models.heads import OutputWeight, TokenEmbedding, output_logits
@@ -79,13 +80,15 @@ class GPTModel(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         part: int = 0,
+        past: Past | None = None,
     ) -> Tensor:
         """Per-token loss [b, s] for `labels` [b, s], in float32 (float64 stays); without labels logits [s, b, V/tp].
 
         `tokens` [b, s] on the first stage, the hidden states [s, b, h] of the stage before on the others; a stage that
         is not the last returns hidden states ([s/tp, b, h] both under sequence parallelism). `position_ids` [b, s].
         `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, beside the causal rule. `part`:
-        which of the rank's stages. Call on all ranks of tp.
+        which of the rank's stages. `past`: keys and values of the positions before `tokens`, see `TransformerStage`.
+        Call on all ranks of tp.
         """
         layers = self.layers_of_parts[part]
         hidden: Tensor = tokens
@@ -94,7 +97,7 @@ class GPTModel(nn.Module):
             hidden = self.embedding(tokens, position_ids)  # [s, b, h]
         rows = position_ids.shape[1] // (self.tp.size if self.execution.sequence_parallel else 1)
         expect_shape(hidden, "s b h", s=rows, b=position_ids.shape[0], h=self.shape.hidden_size)
-        hidden = self.decoder(hidden, position_ids, attention_mask, layers)
+        hidden = self.decoder(hidden, position_ids, attention_mask, layers, past)
         if layers.stop != self.shape.num_layers:
             return hidden
         logits = output_logits(hidden, self.output_weight, self.tp, self.execution)  # [s, b, V/tp]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.layers.dropout import StreamDropout
+from megatron_parm.layers.past import LayerPast
 from megatron_parm.layers.rotary import Rotation
 from megatron_parm.models.block import make_norm, run_feed_forward
 from megatron_parm.models.execution import PLAIN, Execution
@@ -46,9 +47,14 @@ class PostNormBlock(nn.Module):
         self.dropout = StreamDropout(shape.hidden_dropout, generator)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, may_attend: Tensor | None, is_text: Tensor | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        may_attend: Tensor | None,
+        is_text: Tensor | None = None,
+        past: LayerPast | None = None,
     ) -> Tensor:
         """As `TransformerBlock.forward`."""
-        x = self.post_attention_layernorm(x + self.dropout(self.self_attention(x, rotation, may_attend)))
+        x = self.post_attention_layernorm(x + self.dropout(self.self_attention(x, rotation, may_attend, past)))
         output: Tensor = self.post_mlp_layernorm(x + self.dropout(run_feed_forward(self.mlp, x, is_text)))
         return output

@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_parm.config.parser import parse_run_config
@@ -18,7 +19,7 @@ from megatron_parm.observe.wandb_sink import WandbSink
 from megatron_parm.parallel import failures, launch
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.launch import LaunchEnvironment
-from megatron_parm.training.assemble import assemble, join_ranks
+from megatron_parm.training.assemble import Assembly, assemble, join_ranks
 from megatron_parm.training.checkpoint_flags import settings_of_checkpoint
 from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.gpt_family import GPT
@@ -74,7 +75,18 @@ def _report_unexpected(error: Exception, environment: LaunchEnvironment) -> int:
     return EXIT_UNEXPECTED
 
 
-def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT) -> int:
+@dataclass(frozen=True)
+class Around:
+    """What a run does beside training: before its first step in a first start, and after its end. On all ranks."""
+
+    at_start: Callable[[Assembly], None] | None = None
+    at_end: Callable[[Assembly], None] | None = None
+
+
+ALONE = Around()
+
+
+def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT, around: Around = ALONE) -> int:
     """Parse the flags, train a model of `family`, and return the exit code of this worker."""
 
     def work(environment: LaunchEnvironment) -> None:
@@ -85,7 +97,10 @@ def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT) -> in
         config, ctx = join_ranks(config, environment, log)
         saved = open_checkpoint(config, ctx, log)
         with _recorder(config, log) as recorder:
-            make_trainer(config, ctx, log, recorder, saved, family).train()
+            trainer = make_trainer(config, ctx, log, recorder, saved, family, around)
+            trainer.train()
+            if around.at_end is not None:
+                around.at_end(trainer.run)
         launch.shutdown(ctx)
 
     return guarded(work)
@@ -98,11 +113,15 @@ def make_trainer(
     recorder: Recorder,
     saved: SavedRun | None,
     family: ModelFamily = GPT,
+    around: Around = ALONE,
 ) -> Trainer:
     """A trainer at its start, or where `saved` left off. Call on all ranks."""
     ctx = traced_context(config.logging, ctx)
     if saved is None:
-        return Trainer(assemble(config, ctx, log, family=family), recorder)
+        run = assemble(config, ctx, log, family=family)
+        if around.at_start is not None:
+            around.at_start(run)
+        return Trainer(run, recorder)
     start = RunProgress() if saved.weights_only or config.upcycles else saved.progress
     trainer = Trainer(
         assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start, family=family),

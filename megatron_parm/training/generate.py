@@ -1,15 +1,19 @@
 """Sampling text from a trained model. Floor 7.
 
-The whole context is computed anew for every token: simple, exact, and quick enough to look at a model. Every rank
-samples from the same logits with the same generator, so tp, ep and esp need no word of what was drawn.
+Keys and values of what was read are kept, so one more token costs one row, until a text outgrows the model's
+positions: from then on its end is computed anew for every token. Texts of a batch end at one column; before a shorter
+one stands padding, which nothing attends to. Every rank samples from the same logits with the same generator, so tp, ep
+and esp need no word of what was drawn.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_parm.errors import ConfigError
+from megatron_parm.layers.past import Past
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.parallel.collectives import all_gather
 
@@ -36,19 +40,28 @@ class SamplingRules:
 
 
 @torch.no_grad()
-def generate(model: GPTModel, prompt: list[int], num_samples: int, rules: SamplingRules, eod: int) -> list[list[int]]:
-    """`num_samples` continuations of `prompt` as token ids, each up to its end of document. Call on all ranks.
+def generate(
+    model: GPTModel, prompts: Sequence[Sequence[int]], rules: SamplingRules, eod: int, *, keeps_past: bool = True
+) -> list[list[int]]:
+    """A continuation of each of `prompts` as token ids, up to its end of document. Call on all ranks.
 
     The model sees at most its own number of positions: of a longer text, the end. An empty prompt starts from `eod`.
+    `keeps_past` False computes the whole context anew for every token, for the same result.
     """
     model.eval()
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(rules.seed)
-    text = torch.tensor([prompt or [eod]] * num_samples, device=device)  # [b, s]
-    start = text.shape[1]
-    ended = torch.zeros(num_samples, dtype=torch.bool, device=device)
-    for _ in range(rules.max_new_tokens):
-        drawn = _draw(_last_logits(model, text[:, -model.shape.max_positions :]), rules, generator)  # [b]
+    text, padding = _aligned([list(prompt) or [eod] for prompt in prompts], eod, device)  # [b, s], [b]
+    start, most = text.shape[1], model.shape.max_positions
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    past = Past(most) if keeps_past else None
+    for step in range(rules.max_new_tokens):
+        width = text.shape[1]
+        if past is not None and width <= most:
+            logits = _last_logits(model, text, padding, past, 0 if step == 0 else width - 1)
+        else:  # the window moves, and with it every position
+            logits = _last_logits(model, text[:, -most:], (padding - max(width - most, 0)).clamp(min=0))
+        drawn = _draw(logits, rules, generator).to(device)  # [b]
         text = torch.cat([text, drawn.unsqueeze(1)], dim=1)  # [b, s + 1]  what follows an end is cut away below
         ended |= drawn == eod
         if ended.all():
@@ -56,10 +69,23 @@ def generate(model: GPTModel, prompt: list[int], num_samples: int, rules: Sampli
     return [_until(row, eod) for row in text[:, start:].tolist()]
 
 
-def _last_logits(model: GPTModel, text: Tensor) -> Tensor:
-    """Logits of the next token: `[b, vocabulary]` on the host, in float32."""
-    positions = torch.arange(text.shape[1], device=text.device).expand_as(text)
-    logits = model(text, positions)[-1]  # [b, V/tp]
+def _aligned(prompts: list[list[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The prompts ending at one column, and the columns of padding before each."""
+    width = max(map(len, prompts))
+    rows = [[filler] * (width - len(prompt)) + prompt for prompt in prompts]
+    return torch.tensor(rows, device=device), torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+
+
+def _last_logits(model: GPTModel, text: Tensor, padding: Tensor, past: Past | None = None, first: int = 0) -> Tensor:
+    """Logits of the next token: `[b, vocabulary]` on the host, in float32. `past` has the columns before `first`."""
+    columns = torch.arange(text.shape[1], device=text.device)
+    positions = (columns - padding.unsqueeze(1)).clamp(min=0)  # [b, s]
+    mask = None
+    if past is not None or bool(padding.any()):
+        is_hidden = (columns > columns[:, None]) | (columns < padding[:, None, None])  # [b, s, s]
+        is_hidden = is_hidden & (columns != columns[:, None])  # padding sees itself, for a softmax needs something
+        mask = is_hidden[:, None, first:]  # [b, 1, s - first, s]
+    logits = model(text[:, first:], positions[:, first:], None, mask, past=past)[-1]  # [b, V/tp]
     whole = all_gather(logits.float(), model.tp, 1)  # [b, V]
     return whole[:, : model.shape.vocab_size].cpu()
 

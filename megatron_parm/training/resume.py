@@ -42,6 +42,7 @@ FIXED_SETTINGS = (
     *(name for name in ModelConfig.__dataclass_fields__ if "dropout" not in name and "init_method" not in name),
     "bert_layout",
     "bert_no_binary_head",
+    "class_names",
     "num_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",

@@ -142,7 +142,9 @@ class Source:
 def room_of(module: str) -> str | None:
     """The room of a module of ours, None for a foreign module."""
     parts = module.split(".")
-    if parts[0] in ("tools", "examples", "tests") or (parts[0].startswith("pretrain_") and len(parts) <= 2):
+    if parts[0] in ("tools", "examples", "tests") or (
+        parts[0].startswith(("pretrain_", "finetune_")) and len(parts) <= 2
+    ):
         return ENTRANCES
     if parts[0] != PACKAGE:
         return None

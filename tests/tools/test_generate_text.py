@@ -11,6 +11,7 @@ import pytest
 from megatron_parm.config.bert import BertConfig
 from megatron_parm.errors import ConfigError, MegatronParmError
 from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.training import inference
 from megatron_parm.training.generate import SamplingRules
 from tests.config.commands import config_of
 from tests.harness.layouts import Layout
@@ -123,7 +124,7 @@ def test_another_vocabulary_is_refused(trained: Path, tmp_path: Path, capsys: py
     state = json.loads((trained / "iter_0000004" / "state.json").read_text())
     assert state["vocab_size"] == 31
     with pytest.raises(MegatronParmError, match="31 tokens there, 40 tokens here"):
-        generate_text.check_vocabulary(40, "NullTokenizer", state)
+        inference.check_vocabulary(40, "NullTokenizer", state)
 
 
 def test_sampling_holds_whole_sequences() -> None:
@@ -131,11 +132,11 @@ def test_sampling_holds_whole_sequences() -> None:
     config = config_of("--tensor-model-parallel-size 2 --sequence-parallel")
     given = generate_text.parse(["--load", "x", "--tensor-model-parallel-size", "2"])
     assert config.parallel.sequence_parallel
-    assert not generate_text.for_sampling(config, given, 2).parallel.sequence_parallel
+    assert not inference.for_inference(config, given, 2).parallel.sequence_parallel
 
 
 def test_a_bert_writes_no_text() -> None:
     config = replace(config_of(), bert=BertConfig())
     flags = generate_text.parse(["--load", "runs/bert"])
     with pytest.raises(ConfigError, match=r"--load runs/bert: this is a BERT"):
-        generate_text.for_sampling(config, flags, 1)
+        inference.for_inference(config, flags, 1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron_parm.config.parser import parse_run_config
 from megatron_parm.config.run import check_run, resolve
 from megatron_parm.errors import ConfigError
+from megatron_parm.layers.past import Past
 from megatron_parm.models.gpt import GPTModel
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training import generate as generate_module
@@ -30,7 +31,7 @@ def _model(ctx: ParallelContext, more: str = "") -> GPTModel:
 
 
 def _generate(ctx: ParallelContext, prompt: list[int], rules: SamplingRules, more: str) -> list[list[int]]:
-    return generate(_model(ctx, more), prompt, 3, rules, EOD)
+    return generate(_model(ctx, more), [prompt] * 3, rules, EOD)
 
 
 def test_greedy_is_the_argmax_of_the_last_logits_also_beyond_the_positions() -> None:
@@ -42,8 +43,38 @@ def test_greedy_is_the_argmax_of_the_last_logits_also_beyond_the_positions() -> 
         with torch.no_grad():
             logits = model(seen, torch.arange(seen.shape[1]).unsqueeze(0))[-1, 0, :WORDS]
         text.append(int(logits.argmax()))
-    (found,) = generate(model, [3, 4, 5], 1, GREEDY, EOD)
+    (found,) = generate(model, [[3, 4, 5]], GREEDY, EOD)
     assert found == (text[3:] if EOD not in text[3:] else text[3 : text.index(EOD)])
+
+
+PROMPTS = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6], []]
+KINDS = ["", "--position-embedding-type rope --num-query-groups 2", "--position-embedding-type rope --window-size 2,0"]
+
+
+@pytest.mark.parametrize("more", KINDS)
+def test_what_is_kept_gives_the_tokens_of_a_full_computation(more: str) -> None:
+    """Prompts of other lengths beside it, padded in front, change no text; 12 tokens outgrow the 8 positions."""
+    model = _model(ParallelContext.single(), f"{more} --init-method-std 0.4").eval()
+    kept = generate(model, PROMPTS, GREEDY, EOD)
+    assert kept == generate(model, PROMPTS, GREEDY, EOD, keeps_past=False)
+    assert kept == [generate(model, [prompt], GREEDY, EOD, keeps_past=False)[0] for prompt in PROMPTS]
+    assert len({tuple(text) for text in kept}) > 1
+
+
+def test_control_a_padding_that_is_seen_changes_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(ParallelContext.single(), "--position-embedding-type rope --init-method-std 0.4").eval()
+    right = generate(model, PROMPTS, GREEDY, EOD)
+    aligned = generate_module._aligned
+    monkeypatch.setattr(
+        generate_module, "_aligned", lambda *given: (aligned(*given)[0], torch.zeros(4, dtype=torch.int64))
+    )
+    assert generate(model, PROMPTS, GREEDY, EOD) != right
+
+
+def test_one_more_token_costs_one_row() -> None:
+    model = Scripted([0.0, 1.0], max_positions=9)
+    generate(model, [[1, 1, 1]], SamplingRules(5), eod=0)  # type: ignore[arg-type]
+    assert [len(row) for row in model.shown] == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("rules", [GREEDY, SamplingRules(max_new_tokens=12, temperature=1.3, top_k=9, top_p=0.9)])
@@ -70,7 +101,9 @@ class Scripted(nn.Module):
         self.tp = ParallelContext.single().tp
         self.shown: list[list[int]] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, labels: None, mask: Tensor | None, *, past: Past | None
+    ) -> Tensor:
         self.shown.append(tokens[0].tolist())
         padding = torch.full((2,), 50.0)  # rows that pad the vocabulary are never drawn
         return torch.cat([self.logits, padding]).expand(tokens.shape[1], tokens.shape[0], -1)
@@ -79,7 +112,7 @@ class Scripted(nn.Module):
 def _drawn(probabilities: list[float], rules: SamplingRules, count: int = 4000) -> list[float]:
     """Shares of the words among `count` draws."""
     model = Scripted(probabilities)
-    words = [row[0] for row in generate(model, [0], count, rules, eod=99)]  # type: ignore[arg-type]
+    words = [row[0] for row in generate(model, [[0]] * count, rules, eod=99)]  # type: ignore[arg-type]
     return [words.count(word) / count for word in range(len(probabilities))]
 
 
@@ -106,25 +139,25 @@ def test_draws_follow_the_rules(rules: SamplingRules, wanted: list[float]) -> No
 def test_the_seed_decides() -> None:
     def text(seed: int) -> list[list[int]]:
         model = Scripted([0.25] * 4)
-        return generate(model, [0], 2, SamplingRules(20, seed=seed), eod=99)  # type: ignore[arg-type]
+        return generate(model, [[0]] * 2, SamplingRules(20, seed=seed), eod=99)  # type: ignore[arg-type]
 
     assert text(1) == text(1) != text(2)
 
 
 def test_a_sample_ends_before_its_end_of_document_and_the_others_go_on() -> None:
     model = Scripted([0.2, 0.8])
-    samples = generate(model, [0], 50, SamplingRules(30), eod=0)  # type: ignore[arg-type]
+    samples = generate(model, [[0]] * 50, SamplingRules(30), eod=0)  # type: ignore[arg-type]
     assert all(0 not in sample for sample in samples)
     lengths = [len(sample) for sample in samples]
     assert 0 in lengths and max(lengths) > 8
     only_end = Scripted([1.0, 0.0])
-    assert generate(only_end, [1], 2, SamplingRules(30), eod=0) == [[], []]  # type: ignore[arg-type]
+    assert generate(only_end, [[1]] * 2, SamplingRules(30), eod=0) == [[], []]  # type: ignore[arg-type]
     assert len(only_end.shown) == 1, "it goes on after all samples have ended"
 
 
 def test_an_empty_prompt_starts_from_the_end_of_document() -> None:
     model = Scripted([0.0, 1.0])
-    assert generate(model, [], 1, SamplingRules(6), eod=0) == [[1] * 6]  # type: ignore[arg-type]
+    assert generate(model, [[]], SamplingRules(6), eod=0, keeps_past=False) == [[1] * 6]  # type: ignore[arg-type]
     assert model.shown[0] == [0] and model.shown[-1] == [1] * 4
 
 
@@ -145,5 +178,6 @@ def test_rules_that_cannot_be_followed_name_the_flag(values: dict[str, float], f
 
 
 def test_padding_is_cut_before_anything_is_drawn() -> None:
-    logits = generate_module._last_logits(Scripted([0.5, 0.5]), torch.tensor([[0, 1]]))  # type: ignore[arg-type]
+    text, padding = torch.tensor([[0, 1]]), torch.tensor([0])
+    logits = generate_module._last_logits(Scripted([0.5, 0.5]), text, padding)  # type: ignore[arg-type]
     assert logits.shape == (1, 2)

@@ -1,0 +1,21 @@
+"""What only a classifier of texts has. Floor 1."""
+
+from dataclasses import dataclass
+
+from megatron_parm.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyConfig:
+    """Classification of texts, flags of finetune_bert.py alone."""
+
+    class_names: tuple[str, ...] = flag(
+        (), help="the classes, two or more, as the files write them; the first is number 0"
+    )
+    classifier_dropout: float = flag(0.1, help="dropout before the classification head", at_least=0, below=1)
+    pretrained_encoder: str | None = flag(
+        None,
+        help="folder whose embedding, layers and pooler a first start takes: checkpoints of pretrain_bert.py, or a "
+        "BERT of Hugging Face",
+        none_means="random weights",
+    )

@@ -1,0 +1,163 @@
+"""Classification of texts. References: metrics worked by hand, one process, the checkpoint's own weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.training.bert_family import BERT
+from megatron_parm.training.classification import CLASSIFIER, Metrics, start_from_encoder, tell_metrics
+from tests.data.bert_texts import random_sentences, write_sentences, write_vocabulary
+from tests.harness.layouts import SINGLE, Layout
+from tests.harness.pools import Pools
+from tests.training.runs import Outcome, make_trainer, run_training, same_bits, state_of
+from tests.training.test_bert_family import MOE, TINY
+
+EQUAL = 1e-5  # float32, sums in another order
+CLASS = "--class-names yes no maybe --classifier-dropout 0"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags that name a vocabulary and pairs of texts whose first word tells the class."""
+    folder = tmp_path_factory.mktemp("classes")
+    write_vocabulary(folder / "vocab.txt")
+    words = [
+        word for word in (folder / "vocab.txt").read_text().split() if word[0] != "[" and not word.startswith("##")
+    ]
+    names = ("yes", "no", "maybe")
+    for file, count in (("train", 60), ("valid", 23), ("test", 10)):
+        rows = [
+            {"label": names[n % 3], "text": f"{words[n % 3]} {words[n % 7]}", "text_b": words[n % 5]}
+            for n in range(count)
+        ]
+        (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return (
+        f"{CLASS} --vocab-file {folder}/vocab.txt --train-data-path {folder}/train.jsonl "
+        f"--valid-data-path {folder}/valid.jsonl --test-data-path {folder}/test.jsonl"
+    )
+
+
+def _train(ctx: ParallelContext, argv: list[str]) -> Outcome:
+    return run_training(ctx, argv, family=CLASSIFIER)
+
+
+def _bert(ctx: ParallelContext, argv: list[str]) -> Outcome:
+    return run_training(ctx, argv, family=BERT)
+
+
+def _sizes(layout: Layout) -> str:
+    return (
+        f"--tensor-model-parallel-size {layout.tp} --expert-model-parallel-size {layout.ep} "
+        f"--expert-tensor-parallel-size {layout.esp} --pipeline-model-parallel-size {layout.pp}"
+    )
+
+
+def _words(*parts: str) -> list[str]:
+    return " ".join((TINY, *parts)).split()
+
+
+ROWS = [
+    (Layout(2, tp=2), "--sequence-parallel"),
+    (Layout(2, ep=2), "--use-distributed-optimizer"),
+    (Layout(4, pp=2), "--bert-layout original"),
+    (Layout(8, tp=2, esp=2, ep=2, pp=2), ""),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_layouts_tell_the_losses_of_one_process(pools: Pools, task: str, row: tuple[Layout, str]) -> None:
+    layout, more = row
+    kind = more if "layout" in more else ""
+    (alone,) = pools.run(SINGLE, _train, _words(task, MOE, kind))
+    assert alone.error is None, alone.error
+    for outcome in pools.run(layout, _train, _words(task, MOE, more, _sizes(layout))):
+        assert outcome.error is None, outcome.error
+        for name in ("lm_loss", "grad_norm"):
+            assert outcome.column(name) == pytest.approx(alone.column(name), rel=EQUAL)
+        assert outcome.column("lm_loss", "valid") == pytest.approx(alone.column("lm_loss", "valid"), rel=EQUAL)
+
+
+def _measured(ctx: ParallelContext, argv: list[str], folder: str) -> str:
+    trainer = make_trainer(ctx, [*argv, "--save", folder], [], None, CLASSIFIER)
+    trainer.run.log.say = lambda text: None  # type: ignore[method-assign]  # a test's log has no stream
+    trainer.train()
+    tell_metrics(trainer.run)
+    return (Path(folder) / "metrics.json").read_text() if ctx.rank == 0 else ""
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(2, pp=2), Layout(4, tp=2)], ids=str)
+def test_metrics_count_every_text_once_on_every_layout(pools: Pools, task: str, tmp_path: Path, layout: Layout) -> None:
+    """23 and 10 texts, which no batch divides; the task is learned."""
+    argv = _words(task, "--train-iters 12 --eval-iters 0 --lr 1e-2")
+    alone = json.loads(pools.run(SINGLE, _measured, argv, str(tmp_path / "a"))[0])
+    found = json.loads(pools.run(layout, _measured, [*argv, *_sizes(layout).split()], str(tmp_path / "b"))[0])
+    assert {name: figures["samples"] for name, figures in found.items()} == {"valid": 23, "test": 10}
+    assert found["valid"]["accuracy"] > 0.8
+    for name, figures in found.items():
+        assert figures == pytest.approx(alone[name], abs=1e-12)
+
+
+def test_a_resume_goes_on_bit_for_bit(pools: Pools, task: str, tmp_path: Path) -> None:
+    argv = _words(task, MOE, "--attention-dropout 0.1 --classifier-dropout 0.2 --train-iters 4")
+    (straight,) = pools.run(SINGLE, _train, argv)
+    folder = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    pools.run(SINGLE, _train, [*argv, *folder, "--exit-interval", "2"])
+    (ended,) = pools.run(SINGLE, _train, [*argv, *folder])
+    assert ended.error is None, ended.error
+    assert same_bits(ended.state, straight.state) == []
+
+
+def _started(ctx: ParallelContext, argv: list[str]) -> dict[str, Tensor]:
+    trainer = make_trainer(ctx, argv, [], None, CLASSIFIER)
+    trainer.run.log.say = lambda text: None  # type: ignore[method-assign]  # a test's log has no stream
+    start_from_encoder(trainer.run)
+    return state_of(trainer)
+
+
+def test_it_starts_from_the_encoder_of_a_pretrained_bert(pools: Pools, task: str, tmp_path: Path) -> None:
+    """Embedding, layers and pooler are those of the checkpoint, on tp 2 too; the head is new."""
+    vocabulary = next(word for word in task.split() if word.endswith("vocab.txt"))
+    prefix = write_sentences(tmp_path / "text", random_sentences(150))
+    pretraining = f"--vocab-file {vocabulary} --data-path {prefix} --eval-iters 0 --save {tmp_path}"
+    (pretrained,) = pools.run(SINGLE, _bert, _words(pretraining, MOE))
+    assert pretrained.error is None, pretrained.error
+    argv = _words(task, MOE, f"--seed 77 --pretrained-encoder {tmp_path}")
+    (started,) = pools.run(SINGLE, _started, argv)
+    names = {name for name in started if name.startswith("model.")}
+    heads = {"model.classification_head.weight", "model.classification_head.bias"}
+    assert all(torch.equal(started[name], pretrained.state[name]) for name in names - heads)
+    assert heads <= names and not {name for name in names if "lm_head" in name or "binary_head" in name}
+    halves = pools.run(Layout(2, tp=2), _started, [*argv, "--tensor-model-parallel-size", "2"])
+    name = "model.encoder.layers.0.self_attention.linear_qkv.weight"
+    torch.testing.assert_close(torch.cat([half[name] for half in halves]), started[name], rtol=0, atol=0)
+
+
+def test_metrics_are_the_hand_computed_ones() -> None:
+    """Binary [[5, 1], [2, 4]]: F1 of the second class 8/11, Matthews (20 - 2) / sqrt(5 * 6 * 7 * 6)."""
+    binary = Metrics.of([[5, 1], [2, 4]])
+    assert binary.samples == 12 and binary.accuracy == 0.75
+    assert binary.f1 == pytest.approx(8 / 11)
+    assert binary.matthews == pytest.approx(18 / math.sqrt(1260))
+    three = Metrics.of([[2, 0, 0], [1, 1, 0], [0, 0, 4]])
+    assert three.accuracy == 7 / 8 and three.f1 == pytest.approx((4 / 5 + 2 / 3 + 1) / 3)
+    assert three.matthews == pytest.approx((56 - (6 + 2 + 16)) / math.sqrt((64 - 26) * (64 - 24)))
+    assert Metrics.of([[3, 0], [3, 0]]).matthews == 0.0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--class-names yes no", ("'maybe'", "--class-names", "line 3")),
+        ("--class-names yes", ("--class-names yes", "two or more")),
+        ("--train-data-path /no/such.tsv", ("/no/such.tsv",)),
+    ],
+)
+def test_what_cannot_work_is_a_message(pools: Pools, task: str, more: str, told: tuple[str, ...]) -> None:
+    error = pools.run(SINGLE, _train, _words(task, more))[0].error
+    assert error is not None and error[1] == 2
+    assert all(text in error[2] for text in told), error[2]
