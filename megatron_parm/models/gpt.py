@@ -97,7 +97,7 @@ class GPTModel(nn.Module):
             hidden = self.embedding(tokens, position_ids)  # [s, b, h]
         rows = position_ids.shape[1] // (self.tp.size if self.execution.sequence_parallel else 1)
         expect_shape(hidden, "s b h", s=rows, b=position_ids.shape[0], h=self.shape.hidden_size)
-        hidden = self.decoder(hidden, position_ids, attention_mask, layers, past)
+        hidden = self.decoder(hidden, position_ids, attention_mask, layers, past=past)
         if layers.stop != self.shape.num_layers:
             return hidden
         logits = output_logits(hidden, self.output_weight, self.tp, self.execution)  # [s, b, V/tp]
