@@ -96,7 +96,7 @@ class SafetensorsFile:
             return values
         with self.path.open("rb") as file:
             file.seek(start)
-            found = file.readinto(memoryview(values.view(-1).view(torch.uint8).numpy()))
+            found = file.readinto(values.view(-1).view(torch.uint8).numpy().data)
         if found != info.bytes:
             raise CheckpointError(f"{self.path} ends inside {name}: {found} of {info.bytes} bytes are there")
         return values
@@ -176,7 +176,7 @@ def write_safetensors(
             values = read(name)
             assert TensorInfo.of(values) == info, f"{name} is {TensorInfo.of(values)}, announced was {info}"
             if info.bytes:
-                put(memoryview(values.contiguous().view(-1).view(torch.uint8).numpy()))
+                put(values.contiguous().view(-1).view(torch.uint8).numpy().data)
         total = file.tell()
     return FileEntry(total, digest.hexdigest())
 

@@ -52,7 +52,7 @@ def fuse(tensors: Sequence[Tensor], heads: Heads) -> Tensor:
 def unfuse(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of q, k and v of our fused tensor."""
     queries = heads.queries // heads.groups
-    rows = fused.unflatten(0, (heads.groups, queries + 2, -1))  # [groups, q + 2, d, ...]
+    rows = fused.unflatten(0, (heads.groups, queries + 2, -1))  # type: ignore[no-untyped-call]  # [groups, q + 2, d, ...]
     query, key, value = rows.split([queries, 1, 1], dim=1)
     return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
@@ -93,7 +93,9 @@ def stacked(*theirs: str) -> Rule:
 def _join_experts(count: int) -> Join:
     def join(tensors: Sequence[Tensor], heads: Heads) -> Tensor:
         whole = torch.stack(list(tensors))
-        return whole if count == 1 else whole.unflatten(0, (-1, count))  # [E, (count,) ...]
+        if count == 1:
+            return whole
+        return whole.unflatten(0, (-1, count))  # type: ignore[no-untyped-call,no-any-return]  # [E, count, ...]
 
     return join
 

@@ -101,7 +101,7 @@ def _one_process(config: RunConfig) -> RunConfig:
 def write_own(root: Path, model: WholeModel, *, largest_file: int) -> tuple[str, ...]:
     """Save `model` as a checkpoint of ours without optimizer; returns lines to tell. Raises ConfigError."""
     config, vocab_size, notes = _with_tokenizer(model, root)
-    state = {
+    state: dict[str, Any] = {
         "version": __version__,
         "config": to_dict(config),
         "progress": RunProgress().to_state(),
@@ -131,7 +131,7 @@ def _with_tokenizer(model: WholeModel, root: Path) -> tuple[RunConfig, int, tupl
             notes.append(f"{found['tokenizer_type']} has {words} tokens, the model {vocab_size}: not used")
             continue
         folder = (root / TOKENIZER_FOLDER).resolve()
-        moved = {
+        moved: dict[str, Any] = {
             name: str(folder / Path(value).name) if name != "tokenizer_type" else value for name, value in found.items()
         }
         if found["tokenizer_type"] == "HuggingFaceTokenizer":

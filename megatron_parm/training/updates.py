@@ -91,7 +91,7 @@ def _trained_parameters(built: BuiltModel, optim: OptimConfig, names: list[str])
     trained = {}
     for name, parameter in built.model.named_parameters():
         if is_matched(name, optim.freeze):
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad_(False)
         else:
             trained[name] = parameter
     return trained

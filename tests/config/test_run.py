@@ -19,6 +19,7 @@ from tests.config.commands import config_of
 MOE = "--num-experts 4 --moe-layer-freq ([0]+[1]) --expert-model-parallel-size 2 --data-path a b --local-rank 1"
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"]), max_size=8)
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_special_tokens")
+PATHS += ("class_names", "freeze", "lr_factor")
 SPECIAL = {"moe_pipeline_chunks": st.sampled_from(["auto", "1", "3"])}
 SPECIAL["recompute_modules"] = st.lists(st.sampled_from(["moe", "mlp"]))
 SPECIAL |= {name: st.lists(TEXT.map("x".__add__)) for name in PATHS}
