@@ -182,16 +182,22 @@ def test_a_time_budget_or_sigusr1_saves_and_a_resume_goes_on(
     argv = flags(corpus, MOE, DROPOUT, f"--train-iters 100000 --lr-decay-iters 50 --save {root} --load {root}")
     more = ["--exit-duration-in-mins", "0.05"] if how == "budget" else ["--exit-signal-handler"]
     with ranks(2, [*argv, *more], tmp_path / "first") as running:
-        running.wait_for(lambda: running.output(0).count(" iteration ") >= 2)
+        running.wait_for(lambda: running.output(0).count("lm loss") >= 2)
         if how == "SIGUSR1":
             os.kill(running.processes[1].pid or 0, signal.SIGUSR1)
         assert running.wait() == [0, 0], running.outputs
     stopped = int((root / PREEMPTED).read_text())
     assert (root / TRACKER).read_text() == str(stopped)
-    length = ["--train-iters", str(stopped + 2), "--override-opt_param-scheduler"]
-    resumed = _run(pools, Layout(2), [*argv, *length])[0]
-    golden = _run(pools, Layout(2), [*flags(corpus, MOE, DROPOUT, "--lr-decay-iters 50"), *length[:2]])[0]
+    further = ["--exit-interval", str(stopped + 2)]
+    resumed = _run(pools, Layout(2), [*argv, *further])[0]
+    golden = _run(pools, Layout(2), [*_without_folders(argv), *further])[0]
+    assert resumed.column("iteration") == [stopped + 1, stopped + 2]
     assert resumed.column("lm_loss") == golden.column("lm_loss")[stopped:]
+
+
+def _without_folders(argv: list[str]) -> list[str]:
+    at = argv.index("--save")
+    return argv[:at] + argv[at + 4 :]
 
 
 def _slow_writes(marker: Path, rank: int) -> Any:
@@ -215,7 +221,7 @@ def test_a_second_signal_during_the_save(corpus: str, tmp_path: Path, number: si
     argv = flags(corpus, f"--train-iters 100000 --lr-decay-iters 4 --save {root} --load {root} --exit-signal-handler")
     argv += ["--override-opt_param-scheduler", *(["--save-interval", "4"] if number == signal.SIGINT else [])]
     with ranks(2, argv, tmp_path / "second", functools.partial(_slow_writes, marker)) as running:
-        running.wait_for(lambda: running.output(0).count(" iteration ") >= 1)
+        running.wait_for(lambda: "lm loss" in running.output(0))
         for count in range(2):
             if count or number == signal.SIGINT:
                 running.wait_for(lambda: all(marker.with_suffix(f".{rank}").exists() for rank in range(2)))
