@@ -2,7 +2,7 @@
 
 References: the state that was saved, gathered into whole tensors, bitwise; the losses of the run that was never
 stopped, on one process, in float64, so that the order of sums is all that may differ. Without `--full` every layout is
-loaded on the next two of its list.
+loaded on the next of its list.
 """
 
 from collections.abc import Iterator, Sequence
@@ -211,14 +211,14 @@ def _check(runs: Runs, kind: str, saved: Place, loaded: Place) -> None:
         assert outcome.losses == pytest.approx(golden, rel=SAME_LOSS)
 
 
-@pytest.mark.parametrize(("kind", "saved", "loaded"), list(_pairs((1, 2))))
+@pytest.mark.parametrize(("kind", "saved", "loaded"), list(_pairs((1,))))
 def test_a_run_goes_on_on_another_layout(runs: Runs, kind: str, saved: Place, loaded: Place) -> None:
     """Weights and moments are those that were saved, bitwise; the next ten losses those of the run without a break."""
     _check(runs, kind, saved, loaded)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "saved", "loaded"), list(_pairs((3, 4, 5, 6, 7, 8))))
+@pytest.mark.parametrize(("kind", "saved", "loaded"), list(_pairs(range(2, 9))))
 def test_every_other_pair(runs: Runs, kind: str, saved: Place, loaded: Place) -> None:
     _check(runs, kind, saved, loaded)
 
@@ -251,5 +251,5 @@ def test_moments_that_are_not_those_of_the_checkpoint_would_be_seen(runs: Runs) 
     assert outcomes[0].losses[2:] != pytest.approx(golden[2:], rel=1e-5)
 
 
-def test_there_are_at_least_thirty_pairs() -> None:
-    assert len(list(_pairs((1, 2)))) >= 30
+def test_there_are_more_than_a_hundred_pairs() -> None:
+    assert len(list(_pairs(range(1, 9)))) >= 100
