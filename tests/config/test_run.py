@@ -58,7 +58,12 @@ def _settings(owner: type) -> st.SearchStrategy[object]:
 def _configs() -> st.SearchStrategy[RunConfig]:
     sections = {name: _settings(owner) for name, owner in SECTIONS.items()}
     experts = sections["moe"].map(lambda moe: dataclasses.replace(moe, num_experts=moe.num_experts or 1))
-    return st.builds(RunConfig, **(sections | {"moe": st.none() | experts, "bert": st.none() | sections["bert"]}))
+    sections |= {"moe": st.none() | experts}
+    heads = [(None, None), (sections["bert"], None), (sections["bert"], sections["classify"])]  # of a GPT, a BERT, a classifier
+    return st.one_of(
+        st.builds(RunConfig, **(sections | {"bert": bert or st.none(), "classify": classify or st.none()}))
+        for bert, classify in heads
+    )
 
 
 @given(_configs())
@@ -70,7 +75,7 @@ def test_any_config_survives_yaml_json_and_the_parser(config: RunConfig) -> None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
-        model = "GPT" if config.bert is None else "BERT"
+        model = "GPT" if config.bert is None else "BERT" if config.classify is None else "classifier"
         assert parse_run_config(["--config", str(path)], model=model)[0] == config
 
 
