@@ -65,9 +65,9 @@ class TransformerStage(nn.Module):
         Slices [s/tp, b, h] under sequence parallelism.
 
         `position_ids` [b, s] and `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, are those
-        of the whole sequence, as is `is_text` bool [s, b], False for padding; None: all is text.
-        of the whole sequence. With a `past` of p positions `x` is what follows them, and the mask, which must be given
-        and obeys the causal rule itself, is [b or 1, 1, s, p + s].
+        of the whole sequence, as is `is_text` bool [s, b], False for padding; None: all is text. With a `past` of p
+        positions `x` is what follows them, and the mask, which must be given and obeys the causal rule itself, is
+        [b or 1, 1, s, p + s].
         """
         rotation = None
         if self.shape.positions == "rope":

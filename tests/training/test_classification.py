@@ -92,7 +92,7 @@ def _measured(ctx: ParallelContext, argv: list[str], folder: str) -> str:
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, pp=2), Layout(4, tp=2)], ids=str)
 def test_metrics_count_every_text_once_on_every_layout(pools: Pools, task: str, tmp_path: Path, layout: Layout) -> None:
     """23 and 10 texts, which no batch divides; the task is learned."""
-    argv = _words(task, "--train-iters 12 --eval-iters 0 --lr 1e-2")
+    argv = _words(task, "--train-iters 30 --eval-iters 0 --lr 1e-2")
     alone = json.loads(pools.run(SINGLE, _measured, argv, str(tmp_path / "a"))[0])
     found = json.loads(pools.run(layout, _measured, [*argv, *_sizes(layout).split()], str(tmp_path / "b"))[0])
     assert {name: figures["samples"] for name, figures in found.items()} == {"valid": 23, "test": 10}
