@@ -59,10 +59,11 @@ def _configs() -> st.SearchStrategy[RunConfig]:
     sections = {name: _settings(owner) for name, owner in SECTIONS.items()}
     experts = sections["moe"].map(lambda moe: dataclasses.replace(moe, num_experts=moe.num_experts or 1))
     sections |= {"moe": st.none() | experts}
-    heads = [(None, None), (sections["bert"], None), (sections["bert"], sections["classify"])]  # of a GPT, a BERT, a classifier
+    bert, classify = sections["bert"], sections["classify"]
+    heads = [(None, None), (bert, None), (bert, classify)]  # of a GPT, a BERT, a classifier
     return st.one_of(
-        st.builds(RunConfig, **(sections | {"bert": bert or st.none(), "classify": classify or st.none()}))
-        for bert, classify in heads
+        st.builds(RunConfig, **(sections | {"bert": first or st.none(), "classify": second or st.none()}))
+        for first, second in heads
     )
 
 
