@@ -23,7 +23,7 @@ import pytest
 from megatron_parm.data.indexed_writer import IndexedWriter
 from megatron_parm.errors import DataError
 from megatron_parm.observe.json_lines import read_run
-from megatron_parm.training import assemble
+from megatron_parm.training import gpt_family
 from megatron_parm.training.entrance import pretrain
 from megatron_parm.training.step import TrainStep
 from megatron_parm.training.trainer import PREEMPTED
@@ -212,12 +212,12 @@ def test_flags_of_one_rank_that_cannot_be_read_stop_the_others_too(corpus: str, 
 
 def _bad_disk(rank: int) -> Any:
     if rank != 1:
-        return patch.object(assemble, "_unused", None, create=True)
+        return patch.object(gpt_family, "_unused", None, create=True)
 
     def failing(*_: Any, **__: Any) -> None:
         raise DataError("/data/numbers.bin: Stale file handle")
 
-    return patch.object(assemble, "build_gpt_datasets", failing)
+    return patch.object(gpt_family, "build_gpt_datasets", failing)
 
 
 def test_a_data_error_on_one_rank_ends_all_with_its_name(corpus: str, tmp_path: Path) -> None:

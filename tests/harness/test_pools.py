@@ -166,5 +166,5 @@ def test_a_layout_of_another_size_is_refused(pools: Pools) -> None:
 
 
 def test_layouts_are_values() -> None:
-    assert asdict(Layout(4, tp=2)) == {"world": 4, "tp": 2, "ep": 1, "esp": 1, "pp": 1}
+    assert asdict(Layout(4, tp=2)) == {"world": 4, "tp": 2, "ep": 1, "esp": 1, "pp": 1, "nodes": 1}
     assert str(Layout(8, tp=2, esp=4)) == "w8-tp2-esp4"

@@ -182,7 +182,7 @@ def test_auto_leaves_out_what_cannot_run(pools: Pools) -> None:
     """s2 needs slots; s1 needs tokens that tp divides (one sequence of 7 does not)."""
     layout = Layout(2, tp=2)
     dropless = f"{MOE} --moe-pipeline-chunks 1"
-    assert set(pools.run(layout, _choices, dropless, layout)[0].predicted_ms) == {"baseline", "s1", "s1h"}
+    assert set(pools.run(layout, _choices, dropless, layout)[0].predicted_ms) == {"baseline", "s1", "s1h", "s1n"}
     odd = f"{dropless} --moe-expert-capacity-factor 1 --seq-length 7 --micro-batch-size 1"
     assert set(pools.run(layout, _choices, odd, layout)[0].predicted_ms) == {"baseline", "deepspeed", "s2", "s2h"}
 
