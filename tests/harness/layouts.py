@@ -12,6 +12,7 @@ from megatron_parm.errors import LayoutError
 from megatron_parm.parallel.grid import RankGrid
 
 POOL_SIZES = (2, 4, 8)
+LARGEST = -1  # the one value that layouts of the largest pool count as
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def everything(*axes: Sequence[Any], where: Callable[..., bool] = lambda *_: Tru
 def cover(*axes: Sequence[Any], where: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
     """Few rows of the product of `axes` in which every pair of values that can meet does meet.
 
-    Pairs that meet in no row allowed by `where` are left out. Greedy and without randomness: the same axes give the
+    Pairs that meet in no row allowed by `where` are left out. Layouts of the largest pool, whose rows take the longest,
+    count as one value in pairs; each of them still has a row. Greedy and without randomness: the same axes give the
     same rows, in the order of the product. One axis gives all its values.
     """
     rows = [
@@ -113,11 +115,25 @@ def cover(*axes: Sequence[Any], where: Callable[..., bool] = lambda *_: True) ->
         for indices in product(*(range(len(axis)) for axis in axes))
         if where(*(axis[i] for axis, i in zip(axes, indices, strict=True)))
     ]
+    kind = {
+        (number, i): (number, LARGEST if _is_largest(value) else i)
+        for number, axis in enumerate(axes)
+        for i, value in enumerate(axis)
+    }
     width = min(2, len(axes))
-    missing = {pair for row in rows for pair in combinations(row, width)}
+
+    def met(row: tuple[tuple[int, int], ...]) -> set[Any]:
+        return {*combinations((kind[place] for place in row), width), *row}
+
+    pairs = {row: met(row) for row in rows}
+    missing = set[Any]().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: sum(pair in missing for pair in combinations(row, width)))
-        missing.difference_update(combinations(best, width))
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
         chosen.append(best)
     return [tuple(axes[axis][i] for axis, i in row) for row in sorted(chosen)]
+
+
+def _is_largest(value: Any) -> bool:
+    return isinstance(value, Layout) and value.world == max(POOL_SIZES)

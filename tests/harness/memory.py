@@ -30,9 +30,8 @@ class KeptBytes(TorchDispatchMode):
     def alive(self, but: Sequence[Tensor] = ()) -> int:
         """Bytes alive now, without the storages of the tensors `but`."""
         left_out = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in but}
-        return sum(
-            size for key, (reference, size) in self._watched.items() if key not in left_out and not reference.expired()
-        )
+        self._watched = {key: found for key, found in self._watched.items() if not found[0].expired()}
+        return sum(size for key, (_, size) in self._watched.items() if key not in left_out)
 
 
 class PeakBytes(KeptBytes):

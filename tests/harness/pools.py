@@ -24,8 +24,18 @@ GROUP_TIMEOUT_S = 60.0  # a collective that some rank never joins
 CALL_LIMIT_S = 120.0  # one call, from sending it to the last answer
 GRACE_S = 1.0  # after the first failure the other ranks may still answer with theirs
 LOG_TAIL_BYTES = 2000
-# The last is what use_deterministic_algorithms imports when it is called, one second in each worker.
-PRELOAD = ["torch", "torch.distributed", worker.__name__, "torch._inductor.config"]
+# Imported once, before any process is forked: torch, what use_deterministic_algorithms imports when it is called, what
+# test modules import, and whole runs (torch's pipelining alone takes two seconds).
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    worker.__name__,
+    "torch._inductor.config",
+    "pytest",
+    "hypothesis",
+    "megatron_parm.training.entrance",
+    "tests.training.runs",
+]
 
 
 class WorkerError(AssertionError):

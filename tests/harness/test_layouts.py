@@ -32,6 +32,13 @@ def test_a_cover_keeps_to_the_allowed_rows(allowed: set[tuple[int, ...]]) -> Non
     assert set(everything(*axes, where=where)) == allowed
 
 
+def test_layouts_of_the_largest_pool_share_their_pairs() -> None:
+    layouts = [Layout(2), Layout(4), Layout(8), Layout(8, tp=2), Layout(8, ep=2)]
+    rows = cover(layouts, range(6))
+    assert {(layout.world, number) for layout, number in rows} == set(product((2, 4, 8), range(6)))
+    assert {layout for layout, _ in rows} == set(layouts) and len(rows) == 18
+
+
 def test_a_cover_is_small() -> None:
     """Reference: no cover of four axes of 4 has under 16 rows; the product has 256."""
     assert 16 <= len(cover(*[range(4)] * 4)) <= 24

@@ -1,7 +1,7 @@
 """The layout table: every layout and schedule trains as one process does. Reference: one process, run by each worker.
 
-Tolerances are those of the tool: over 3 steps float64 1e-9 and float32 1e-5, weights 1e-8, gradients 1e-10. They leave
-room for the other order of sums only. The negative controls break one rule of the reduction each, inside the workers,
+Tolerances are those of the tool: over 3 steps in float64 1e-9, weights 1e-8, gradients 1e-10, which leave room for the
+other order of sums only; in bf16 5e-2. The negative controls break one rule of the reduction each, inside the workers,
 and must exceed the same limits.
 """
 
@@ -37,6 +37,7 @@ def _place(layout: Layout) -> layouts.Layout:
 
 
 PLAIN = SIZES[: len(SINGLE_STAGE)]  # on a single stage
+FAULTY = [pytest.param(layout, marks=pytest.mark.full if layout.world > 4 else ()) for layout in PLAIN]
 ROWS = [(layout, name) for layout in LAYOUTS for name in SCHEDULES if can_run(name, layout, dropless=False)]
 CHOSEN = set(pairwise(ROWS))
 
@@ -60,10 +61,10 @@ def _gradients(
 
 
 def _figures(ctx: ParallelContext, layout: Layout, broken: Callable[[], Any]) -> float:
-    """The largest difference of a figure over 3 steps in float32 with a fault."""
-    alone = check_layouts.train_alone("fp32", 3, False, ctx.device)
+    """The largest difference of a figure over 3 steps with a fault."""
+    alone = check_layouts.train_alone("fp64", 3, False, ctx.device)
     with broken():
-        ours = check_layouts.train(make_config(layout, "s1", "fp32", dropless=False), ctx, 3)
+        ours = check_layouts.train(make_config(layout, "s1", "fp64", dropless=False), ctx, 3)
     return ours.figures.difference(alone.figures)
 
 
@@ -103,10 +104,6 @@ def _experts_summed_over_dp() -> Any:
 # --- the table ---
 
 
-def _is_a_row(layout: Layout, schedule: Schedule, dropless: bool) -> bool:
-    return can_run(schedule, layout, dropless=dropless)
-
-
 def test_which_rows_there_are() -> None:
     """s2, s2h and deepspeed need a capacity; deepspeed an esp of 1 or tp."""
     dropless = [schedule for schedule in SCHEDULES if can_run(schedule, Layout(1), dropless=True)]
@@ -119,10 +116,12 @@ def test_which_rows_there_are() -> None:
     assert set(SCHEDULES) == set(ALL_SCHEDULES)
 
 
-@pytest.mark.cover(layout=PLAIN, schedule=SCHEDULES, dropless=(False, True), where=_is_a_row)
-def test_gradients_of_every_row(pools: Pools, layout: Layout, schedule: Schedule, dropless: bool) -> None:
-    found = pools.run(_place(layout), _gradients, layout, schedule, dropless)
-    assert max(found) <= LIMITS["gradients"]
+@pytest.mark.cover(
+    layout=PLAIN, schedule=SCHEDULES, where=lambda layout, schedule: can_run(schedule, layout, dropless=True)
+)
+def test_gradients_of_every_row_without_capacity(pools: Pools, layout: Layout, schedule: Schedule) -> None:
+    """With a capacity they are compared by the whole runs below."""
+    assert max(pools.run(_place(layout), _gradients, layout, schedule, True)) <= LIMITS["gradients"]
 
 
 def test_the_table_has_every_way_and_its_cover_every_pair() -> None:
@@ -162,7 +161,7 @@ def test_whole_training_of_a_row_without_capacity(pools: Pools, layout: Layout, 
 # --- negative controls ---
 
 
-@pytest.mark.parametrize("layout", PLAIN, ids=str)
+@pytest.mark.parametrize("layout", FAULTY, ids=str)
 def test_without_the_routers_sum_over_tp_the_s1_rows_fail(pools: Pools, layout: Layout) -> None:
     """No forward sees it: the loss of the first step is right, the gradient of the router is not."""
     place = _place(layout)
@@ -172,7 +171,7 @@ def test_without_the_routers_sum_over_tp_the_s1_rows_fail(pools: Pools, layout: 
     assert max(pools.run(place, _gradients, layout, "s2", False, _without_the_router_sum)) <= LIMITS["gradients"]
 
 
-@pytest.mark.parametrize("layout", PLAIN, ids=str)
+@pytest.mark.parametrize("layout", FAULTY, ids=str)
 def test_dividing_experts_by_edp_fails_where_tp_is_not_ep_esp(pools: Pools, layout: Layout) -> None:
     place = _place(layout)
     found = max(pools.run(place, _gradients, layout, "s1", False, _experts_divided_by_edp))
@@ -180,7 +179,7 @@ def test_dividing_experts_by_edp_fails_where_tp_is_not_ep_esp(pools: Pools, layo
     assert max(pools.run(place, _gradients, layout, "s1", False, _right)) <= LIMITS["gradients"]
 
 
-@pytest.mark.parametrize("layout", PLAIN, ids=str)
+@pytest.mark.parametrize("layout", FAULTY, ids=str)
 def test_summing_experts_over_dp_fails_where_its_ranks_are_not_those_of_edp(pools: Pools, layout: Layout) -> None:
     """All ep rows but those whose two axes join the same ranks."""
     place = _place(layout)
@@ -198,8 +197,8 @@ def test_summing_experts_over_dp_fails_where_its_ranks_are_not_those_of_edp(pool
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_figures_of_training_show_each_fault(pools: Pools, layout: Layout, fault: Callable[[], Any]) -> None:
-    """Three steps in float32 leave the limit of the table."""
-    assert min(pools.run(_place(layout), _figures, layout, fault)) > LIMITS["fp32, 3 steps"]
+    """Three steps leave the limit of the table, by far: the limit of float32 would see it too."""
+    assert min(pools.run(_place(layout), _figures, layout, fault)) > 1e-5
 
 
 # --- the tool ---
@@ -210,7 +209,7 @@ def test_the_tool_prints_and_stores_its_rows(capsys: pytest.CaptureFixture[str],
     assert check_layouts.main(["--schedules", "s1", "--dropless", "--json", str(file)]) == 0
     title, row = capsys.readouterr().out.splitlines()
     assert all(name in title for name in ("layout", "schedule", *LIMITS))
-    assert re.fullmatch(r"world 1: tp 1, ep 1, esp 1 +s1( +0.0e\+00){5}", row)
+    assert re.fullmatch(r"world 1: tp 1, ep 1, esp 1 +s1( +0.0e\+00){4}", row)
     (stored,) = json.loads(file.read_text())
     assert stored["schedule"] == "s1" and stored["gradients"] == 0.0
 
