@@ -6,8 +6,9 @@ code and not of transformers in general. Routing is taken as even. Source of the
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, comb
 
+from megatron_parm.config.moe import MoEConfig
 from megatron_parm.config.run import RunConfig
 from megatron_parm.layers.feed_forward import gates_of
 from megatron_parm.models.shape import ModelShape
@@ -78,13 +79,17 @@ def activation_bytes(
         again = max(_recomputed(config, shape, ctx, sizes, schedule if is_moe else None) for is_moe in set(pattern))
     under_way = _under_way(config, ctx, num_micro_batches, len(parts))
     is_last, is_first = shape.num_layers - 1 in layers, 0 in layers
+    ports = 2 * len(parts) - is_first - is_last if ctx.pp.size > 1 else 0
+    wire = ports * (num_micro_batches + 1) * sizes.residual  # torch's stages have a buffer for each that will arrive
     ends = (sizes.residual if is_first else 0) + (_norm_bytes(shape, ctx, sizes) if is_last else 0)
     if is_first and shape.hidden_dropout:
         ends += sizes.residual
     head, tied = _head_bytes(shape, ctx, sizes) if is_last else (0, 0)
+    if is_last and sliced > 1:  # of backward: hidden states joined again, their gradient's parts sent and received
+        head += 3 * sizes.whole + sizes.residual
     work = max(_work_bytes(config, shape, ctx, sizes, schedule if is_moe else None) for is_moe in set(pattern))
     return ActivationBytes(
-        dense=int((dense + ends) * under_way), moe=int(moe * under_way), head=head, work=work + again + tied
+        dense=int((dense + ends) * under_way) + wire, moe=int(moe * under_way), head=head, work=work + again + tied
     )
 
 
@@ -148,12 +153,23 @@ def _moe_bytes(config: RunConfig, shape: ModelShape, ctx: ParallelContext, sizes
     row = shape.hidden_size * sizes.width
     kept = _feed_forward_bytes(shape, expert_width, rows, sizes.width) + rows * row
     scores = 4 * routed // moe.moe_router_topk * moe.num_experts * WIDE  # logits and what the losses make of them
-    chosen = sizes.tokens // (ctx.tp.size if schedule in SLICES else 1) * moe.moe_router_topk  # own results, gathered
-    kept += scores + routed * row + chosen * row
+    seen = sizes.tokens // (ctx.tp.size if schedule in SLICES else 1)
+    kept += scores
+    if schedule == "s1n":  # outputs, the same weighted, and the rows that travel, there and back: one a token and node
+        kept += 2 * rows * row + 2 * int(seen * _nodes_reached(moe, ctx)) * row
+    else:
+        kept += routed * row + seen * moe.moe_router_topk * row  # own results, gathered
     shared = moe.moe_shared_expert_intermediate_size or 0
     if "shared_experts" in config.recompute.modules:
         shared = 0
     return kept + _feed_forward_bytes(shape, shared, sizes.tokens, sizes.width) // ctx.tp.size
+
+
+def _nodes_reached(moe: MoEConfig, ctx: ParallelContext) -> float:
+    """Nodes that a token has experts on: even routing."""
+    nodes = ctx.between.size
+    each = moe.num_experts // nodes
+    return nodes * (1 - comb(moe.num_experts - each, moe.moe_router_topk) / comb(moe.num_experts, moe.moe_router_topk))
 
 
 def _rows(config: RunConfig, ctx: ParallelContext, sizes: _Sizes, schedule: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ A run in float64 must give one process's numbers to 1e-9 on every layout; a resu
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_parm.grads.reduce import SequentialReduction
 from megatron_parm.layers.attention import SelfAttention
 from megatron_parm.optim.gather import ParameterGather
 from megatron_parm.parallel.context import ParallelContext
+from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.training.trainer import Trainer
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
@@ -99,25 +101,24 @@ def test_control_a_bucket_that_is_sent_too_early_is_an_error(pools: Pools, corpu
         _run(pools, Layout(2), argv, OVERLAP, fault=_every_micro_batch_is_the_last)
 
 
-def _held(ctx: ParallelContext, argv: list[str]) -> tuple[int, int]:
-    """(elements of the first moment, parameters) of this rank."""
+def _held(ctx: ParallelContext, argv: list[str]) -> dict[str, float]:
+    """Elements of the first moment over elements of the parameters of this rank, by role."""
     trainer = make_trainer(ctx, argv, [], None)
-    moments = trainer.run.optimizer.state_tensors()["exp_avg"].values()
-    return sum(m.numel() for m in moments), sum(p.numel() for p in trainer.run.built.model.parameters())
+    moments = trainer.run.optimizer.state_tensors()["exp_avg"]
+    kept, whole = Counter[str](), Counter[str]()
+    for name, parameter in trainer.run.built.model.named_parameters():
+        role = spec_of(parameter).role
+        kept[role] += moments[name].numel()
+        whole[role] += parameter.numel()
+    return {role: kept[role] / whole[role] for role in whole}
 
 
-@pytest.mark.parametrize(("layout", "share"), [(Layout(4), 4), (Layout(4, ep=4), None)], ids=str)
-def test_each_replica_keeps_its_share_of_the_moments(
-    pools: Pools, corpus: str, layout: Layout, share: int | None
-) -> None:
-    """1/dp of dense parameters within 5 %; with one replica of each expert (edp 1) all of those."""
+@pytest.mark.parametrize("layout", [Layout(4), Layout(4, ep=2), Layout(4, ep=4)], ids=str)
+def test_each_replica_keeps_its_share_of_the_moments(pools: Pools, corpus: str, layout: Layout) -> None:
+    """1/dp of the dense parameters and 1/edp of the experts', within 5 %; with one replica all of those."""
     argv = [*flags(corpus, MOE, ZERO, _sizes(layout), "--hidden-size 64 --micro-batch-size 1")]
-    held = pools.run(layout, _held, argv)
-    if share is not None:
-        for moments, parameters in held:
-            assert moments == pytest.approx(parameters / share, rel=0.05)
-    else:
-        assert all(parameters / 4 < moments < parameters for moments, parameters in held)
+    for shares in pools.run(layout, _held, argv):
+        assert shares == pytest.approx({"dense": 1 / layout.grid.dp, "expert": 1 / layout.grid.edp}, rel=0.05)
 
 
 def test_what_a_rank_is_going_to_hold_is_said_at_the_start(pools: Pools, corpus: str) -> None:
