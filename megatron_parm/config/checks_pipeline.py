@@ -51,11 +51,14 @@ def check_stages(parallel: ParallelConfig, num_layers: int) -> None:
     _check_virtual_stages(parallel, num_layers)
 
 
-def check_zero_bubble(parallel: ParallelConfig, replicas: ReplicaConfig, recompute: RecomputeConfig) -> None:
+def check_zero_bubble(
+    parallel: ParallelConfig, num_layers: int, replicas: ReplicaConfig, recompute: RecomputeConfig
+) -> None:
     """Check that nothing asks for what a backward pass in two halves cannot give. Raises ConfigError."""
     if parallel.pipeline_schedule != "zero-bubble":
         return
-    remedy = "leave it out, or use --pipeline-schedule 1f1b or interleaved"
+    other = "interleaved" if parallel.virtual_stages(num_layers) > 1 else "1f1b"
+    remedy = f"leave it out, or use --pipeline-schedule {other}"
     if replicas.overlap_grad_reduce:
         raise ConfigError(
             "--overlap-grad-reduce with --pipeline-schedule zero-bubble: gradients of weights come in a pass of their "

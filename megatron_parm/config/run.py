@@ -126,7 +126,7 @@ def check_run(config: RunConfig, world: int) -> None:
     checks.check_ranks(parallel, None if moe is None else moe.num_experts, world)
     checks.check_model(model, tp, config.data.seq_length, has_dense_layer=not all(config.moe_layers))
     checks_pipeline.check_stages(parallel, model.num_layers)
-    checks_pipeline.check_zero_bubble(parallel, config.replicas, config.recompute)
+    checks_pipeline.check_zero_bubble(parallel, model.num_layers, config.replicas, config.recompute)
     if moe is not None:
         checks.check_experts(moe, model, config.esp)
         checks_router.check_router(moe)

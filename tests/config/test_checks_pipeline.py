@@ -44,9 +44,12 @@ REFUSED = [
     (2, f"{PP} 2 --num-layers 4 --pipeline-schedule zero-bubble --global-batch-size 14", ["zero-bubble", "12 or 16"],
      "--global-batch-size 16"),
     (2, f"{PP} 2 --global-batch-size 8 --pipeline-schedule zero-bubble --overlap-grad-reduce",
-     ["--overlap-grad-reduce", "zero-bubble"], "--pipeline-schedule 1f1b"),
+     ["--overlap-grad-reduce", "zero-bubble", "use --pipeline-schedule 1f1b"], "--pipeline-schedule 1f1b"),
     (2, f"{PP} 2 --global-batch-size 8 --pipeline-schedule zero-bubble --recompute-granularity full "
-     "--recompute-method uniform", ["--recompute-granularity full", "zero-bubble"], "--pipeline-schedule 1f1b"),
+     "--recompute-method uniform", ["--recompute-granularity full", "zero-bubble", "use --pipeline-schedule 1f1b"],
+     "--pipeline-schedule 1f1b"),
+    (2, f"{PP} 2 {LONG} {STAGES_PER} 2 --pipeline-schedule zero-bubble --recompute-activations",
+     ["--recompute-granularity selective", "use --pipeline-schedule interleaved"], "--pipeline-schedule interleaved"),
     (4, f"{PP} 4 {LONG} --train-samples 64 --rampup-batch-size 4 4 32", ["4 samples is 2 micro", "of 8 samples"],
      "--rampup-batch-size 8 4 32"),
 ]  # fmt: skip
