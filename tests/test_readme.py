@@ -34,20 +34,14 @@ from tests.observe.fixtures import END, SAVE, START, TRAIN, VALID
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "docs/parm.md",
-    "docs/data.md",
-    "docs/flags.md",
-    "docs/bert.md",
-    "docs/finetuning.md",
-    "docs/formats.md",
-    "docs/field-cases.md",
-    "requirements-gpu.txt",
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "requirements-gpu.txt"),
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MOE = (ROOT / "docs/moe.md").read_text(encoding="utf-8")
+LOGS = (ROOT / "docs/logs.md").read_text(encoding="utf-8")
 PARM = (ROOT / "docs/parm.md").read_text(encoding="utf-8")
 TRAINING = "pretrain_gpt.py"
 TRAININGS: dict[str, ModelKind] = {TRAINING: "GPT", "pretrain_bert.py": "BERT", "finetune_bert.py": "classifier"}
@@ -137,7 +131,7 @@ def test_there_are_commands_of_every_kind() -> None:
     scripts = {words[_script_of(words)] for _, words in _commands()}
     tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
     assert {*TRAININGS, "examples/quickstart.sh", "tests/run.sh"} <= scripts
-    assert {tool for tool in tools - scripts if not any(tool in text for text in (README, CONTRIBUTING))} == set()
+    assert {tool for tool in tools - scripts if not any(tool in text for text in TEXTS)} == set()
     assert {1, 8, 32} <= {_world_of(words) for _, words in _commands()}
 
 
@@ -175,7 +169,7 @@ def _default_of(flag: Flag) -> str:
 
 
 def test_the_moe_table_is_that_of_the_settings() -> None:
-    found = [(row[0].strip("`"), row[1]) for row in _rows(README, "Flags of the MoE part")]
+    found = [(row[0].strip("`"), row[1]) for row in _rows(MOE, "All flags")]
     assert found == [(flag.spelling, _default_of(flag)) for flag in flags_of(MoEConfig)]
 
 
@@ -187,7 +181,7 @@ def test_every_exit_code_is_listed() -> None:
 
 
 def test_every_field_of_the_json_log_is_listed() -> None:
-    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in _rows(README, "The JSON log")}
+    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in _rows(LOGS, "The JSON log")}
     assert set(listed) == {"start", "train", "valid", "save", "end"}
     inner = {"config", "predicted_ms", "spans_ms"}  # objects whose keys are not fixed
     for record in (START, TRAIN, VALID, SAVE, END):
