@@ -298,6 +298,8 @@ def run(args: argparse.Namespace) -> None:
         level = "sentence" if args.split_sentences else "document"
         prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.json_keys]
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        if abandoned := sum(writer.num_abandoned for writer in writers):
+            print(f"removed {abandoned} unfinished files that killed runs had left")
         encoded = encode_chunks(chain.from_iterable(found), tokenizer, rules, args.workers)
         totals = write(watched(encoded, total_bytes, args.log_interval), writers, args.on_error)
         if not any(writer.num_tokens for writer in writers):

@@ -17,13 +17,17 @@ from megatron_parm.data.gpt_dataset import Sample, SampleSource
 
 
 class Batch(TypedDict):
-    """One micro-batch. Shapes [b, s]; `attention_mask` [b, 1, s, s] (True = may not attend) where samples have one."""
+    """One micro-batch. Shapes [b, s]; `attention_mask` [b, 1, s, s] (True = may not attend) where samples have one.
+
+    `is_text` [b, s], False for padding, where samples are padded.
+    """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
     attention_mask: NotRequired[Tensor]
+    is_text: NotRequired[Tensor]
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -4,9 +4,10 @@ Every sample goes to the dataset that lags furthest behind its share; shuffling 
 """
 
 import math
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_parm.data.gpt_dataset import Sample, SampleSource
 from megatron_parm.errors import ConfigError, DataError
 
+_MOST_IN_PYTHON = 1_000_000  # samples x datasets
 SURPLUS = 1.005  # Megatron asks each dataset for half a percent more than its share
 
 
@@ -55,30 +57,49 @@ def blend_requests(weights: Sequence[float], num_samples: int) -> tuple[list[int
 
 def blend_index(weights: Sequence[float], num_samples: int) -> BlendIndex:
     """Sample s comes from the d with the largest w_d * max(s, 1) - count_d, the first of equals."""
-    return _deal(list(weights), num_samples, [num_samples] * len(weights))
+    return _deal(weights, num_samples, [num_samples] * len(weights))
 
 
 def exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
     """Every sample of every dataset once; a dataset that is spent takes no further part."""
     total = sum(sizes)
-    return _deal([size / total for size in sizes], total, list(sizes))
+    return _deal([size / total for size in sizes], total, sizes)
 
 
-def _deal(weights: list[float], num_samples: int, limits: list[int]) -> BlendIndex:
-    """Plain lists: for the few datasets of a blend they are twice as fast as numpy, and the rule is sequential."""
-    counts = [0] * len(weights)
-    dataset = array("h", bytes(2 * num_samples))
-    sample = array("q", bytes(8 * num_samples))
-    for number in range(num_samples):
-        reach = float(max(number, 1))
+def _deal(weights: Sequence[float], num_samples: int, limits: Sequence[int]) -> BlendIndex:
+    """The same steps for few samples in Python, for many compiled: loading numba and compiling takes a second."""
+    dataset, sample = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    if num_samples * len(weights) <= _MOST_IN_PYTHON:
+        chosen, numbers = [0] * num_samples, [0] * num_samples
+        _deal_samples(list(weights), list(limits), [0] * len(weights), chosen, numbers)
+        dataset[:], sample[:] = chosen, numbers
+    else:
+        counts = np.zeros(len(weights), dtype=np.int64)
+        _compiled()(np.array(weights), np.array(limits, dtype=np.int64), counts, dataset, sample)
+    return BlendIndex(dataset, sample)
+
+
+def _deal_samples(weights: Any, limits: Any, counts: Any, dataset: Any, sample: Any) -> None:
+    """Fill `dataset` and `sample`; every choice depends on the counts of all before."""
+    for number in range(len(dataset)):
+        reach = 1.0 * max(number, 1)
         chosen, largest = -1, -math.inf
-        for candidate, weight in enumerate(weights):
-            lag = weight * reach - counts[candidate]
+        for candidate in range(len(weights)):
+            lag = weights[candidate] * reach - counts[candidate]
             if lag > largest and counts[candidate] < limits[candidate]:
                 chosen, largest = candidate, lag
-        dataset[number], sample[number] = chosen, counts[chosen]
+        dataset[number] = chosen
+        sample[number] = counts[chosen]
         counts[chosen] += 1
-    return BlendIndex(np.frombuffer(dataset, np.int16), np.frombuffer(sample, np.int64))
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    """`_deal_samples` as machine code, in this process alone: numba would keep it on disk as a pickle."""
+    import numba
+
+    compiled: Callable[..., None] = numba.njit(_deal_samples)
+    return compiled
 
 
 class BlendedDataset:

@@ -12,13 +12,17 @@ from megatron_parm.errors import DataError
 
 
 class Sample(TypedDict):
-    """One sample; `attention_mask` [1, s, s] (True = may not attend) only where documents are kept apart."""
+    """One sample; `attention_mask` [1, s, s] (True = may not attend) only where documents are kept apart.
+
+    `is_text` [s], False for padding, only where samples are padded.
+    """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
     position_ids: NDArray[np.int64]
     attention_mask: NotRequired[NDArray[np.bool_]]
+    is_text: NotRequired[NDArray[np.bool_]]
 
 
 class SampleSource(Protocol):

@@ -5,10 +5,8 @@ writer, no index that opens is left behind. Memory does not grow with the number
 """
 
 import contextlib
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from io import BufferedWriter
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +26,15 @@ from megatron_parm.data.index_format import (
     sequence_offsets,
 )
 from megatron_parm.data.indexed_dataset import IndexedDataset
+from megatron_parm.data.unfinished import UnfinishedFile, remove_abandoned
 from megatron_parm.errors import DataError
 
 
 class IndexedWriter:
     """Adds documents one after another. As a context manager it finishes on success and discards on any exception.
 
-    has_modes: a multimodal file, each of whose sequences has a mode, written behind the index.
+    has_modes: a multimodal file, each of whose sequences has a mode, written behind the index. What writers of the
+    same prefix that were killed left behind is removed at the start: `num_abandoned` files.
     """
 
     def __init__(self, prefix: str | Path, dtype: "np.dtype[np.integer]", *, has_modes: bool = False) -> None:
@@ -44,11 +44,11 @@ class IndexedWriter:
         self._code = dtype_code(self.dtype)
         self._num_sequences = 0
         self._modes: array[int] | None = array("b") if has_modes else None
-        self._unfinished_bin = Path(f"{bin_path(prefix)}.unfinished-{os.getpid()}")
-        self._unfinished_idx = Path(f"{idx_path(prefix)}.unfinished-{os.getpid()}")
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = self._unfinished_bin.open("wb")
+            self.num_abandoned = sum(remove_abandoned(path(prefix)) for path in (bin_path, idx_path))
+            self._bin = UnfinishedFile(bin_path(prefix))
+            self._idx: UnfinishedFile | None = None
             self._lengths = GrowingColumn(self.prefix.parent, np.dtype("<i4"))
             self._document_index = GrowingColumn(self.prefix.parent, np.dtype("<i8"))
             self._document_index.add(np.zeros(1, dtype=np.int64))
@@ -132,18 +132,17 @@ class IndexedWriter:
     def finish(self) -> None:
         """Write the index and give both files their names."""
         try:
-            with self._bin:
-                _flush_to_disk(self._bin)
-            with self._unfinished_idx.open("wb") as idx:
-                idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._document_index)))
-                for part in chain(self._lengths.parts(), self._offsets(), self._document_index.parts()):
-                    idx.write(part.data)
-                if self._modes is not None:
-                    idx.write(self._modes.tobytes())
-                _flush_to_disk(idx)
+            self._bin.flush_to_disk()
+            self._idx = idx = UnfinishedFile(idx_path(self.prefix))
+            idx.file.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._document_index)))
+            for part in chain(self._lengths.parts(), self._offsets(), self._document_index.parts()):
+                idx.file.write(part.data)
+            if self._modes is not None:
+                idx.file.write(self._modes.tobytes())
+            idx.flush_to_disk()
             idx_path(self.prefix).unlink(missing_ok=True)
-            self._unfinished_bin.replace(bin_path(self.prefix))
-            self._unfinished_idx.replace(idx_path(self.prefix))
+            self._bin.publish()
+            idx.publish()
             self._close()
         except OSError as error:
             self.discard()
@@ -152,8 +151,9 @@ class IndexedWriter:
     def discard(self) -> None:
         """Remove what was written. Files of an earlier run under the same prefix stay as they were."""
         self._close()
-        self._unfinished_bin.unlink(missing_ok=True)
-        self._unfinished_idx.unlink(missing_ok=True)
+        self._bin.discard()
+        if self._idx is not None:
+            self._idx.discard()
 
     def _add_sequences(self, ids: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
         check_lengths(lengths, bin_path(self.prefix))
@@ -187,7 +187,7 @@ class IndexedWriter:
 
     def _write(self, ids: NDArray[np.integer]) -> None:
         try:
-            self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+            self._bin.file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         except OSError as error:
             raise DataError(f"cannot write {bin_path(self.prefix)}: {error.strerror}; nothing was kept") from error
 
@@ -198,11 +198,6 @@ class IndexedWriter:
             raise DataError(f"cannot write beside {self.prefix}: {error.strerror}; nothing was kept") from error
 
     def _close(self) -> None:
-        for file in (self._bin, self._lengths, self._document_index):
+        for column in (self._lengths, self._document_index):
             with contextlib.suppress(OSError):
-                file.close()
-
-
-def _flush_to_disk(file: BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+                column.close()

@@ -56,7 +56,7 @@ def pack(places: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedConversations:
     """Samples of `sequence_length` from packs of conversations, shuffled anew for each epoch, `num_samples` of them.
 
-    The rest of a sample is filled with `pad`, a block of its own without loss.
+    The rest of a sample is filled with `pad`, a block of its own without loss, which is no text.
     """
 
     def __init__(
@@ -101,4 +101,5 @@ class PackedConversations:
             loss_mask=loss_mask,
             position_ids=positions,
             attention_mask=(is_later | (block[:, None] != block[None, :]))[None],
+            is_text=block > 0,
         )

@@ -78,6 +78,7 @@ class GPTModel(nn.Module):
         position_ids: Tensor,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        is_text: Tensor | None = None,
         *,
         part: int = 0,
         past: Past | None = None,
@@ -86,8 +87,9 @@ class GPTModel(nn.Module):
 
         `tokens` [b, s] on the first stage, the hidden states [s, b, h] of the stage before on the others; a stage that
         is not the last returns hidden states ([s/tp, b, h] both under sequence parallelism). `position_ids` [b, s].
-        `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, beside the causal rule. `part`:
-        which of the rank's stages. `past`: keys and values of the positions before `tokens`, see `TransformerStage`.
+        `attention_mask` bool [b or 1, 1, s, s], True where a query may not attend, beside the causal rule. `is_text`
+        bool [b, s], False for padding, which goes to no expert; None: all is text. `part`: which of the rank's stages.
+        `past`: keys and values of the positions before `tokens`, see `TransformerStage`.
         Call on all ranks of tp.
         """
         layers = self.layers_of_parts[part]
@@ -97,7 +99,8 @@ class GPTModel(nn.Module):
             hidden = self.embedding(tokens, position_ids)  # [s, b, h]
         rows = position_ids.shape[1] // (self.tp.size if self.execution.sequence_parallel else 1)
         expect_shape(hidden, "s b h", s=rows, b=position_ids.shape[0], h=self.shape.hidden_size)
-        hidden = self.decoder(hidden, position_ids, attention_mask, layers, past=past)
+        text = None if is_text is None else is_text.t()  # [s, b]
+        hidden = self.decoder(hidden, position_ids, attention_mask, layers, text, past)
         if layers.stop != self.shape.num_layers:
             return hidden
         logits = output_logits(hidden, self.output_weight, self.tp, self.execution)  # [s, b, V/tp]
@@ -119,6 +122,7 @@ class _Stage(nn.Module):
         position_ids: Tensor,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        is_text: Tensor | None = None,
     ) -> Tensor:
-        output: Tensor = self.model(tokens, position_ids, labels, attention_mask, part=self.part)
+        output: Tensor = self.model(tokens, position_ids, labels, attention_mask, is_text, part=self.part)
         return output

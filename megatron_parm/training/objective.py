@@ -46,7 +46,9 @@ class Objective:
 
 def _next_token_sums(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
     inputs = batch["tokens"] if hidden is None else hidden
-    output: Tensor = model(inputs, batch["position_ids"], batch["labels"], batch.get("attention_mask"))
+    output: Tensor = model(
+        inputs, batch["position_ids"], batch["labels"], batch.get("attention_mask"), batch.get("is_text")
+    )
     if output.dim() == HIDDEN_DIMS:
         return output  # [s, b, h], of a stage that is not the last
     return (output * batch["loss_mask"].to(output.dtype)).sum().unsqueeze(0)  # [1]

@@ -1,7 +1,11 @@
 """Mixing datasets. Reference: Megatron's orders for given weights."""
 
+import time
+
+import numpy as np
 import pytest
 
+from megatron_parm.data import blend
 from megatron_parm.data.blend import (
     BlendedDataset,
     BlendPlan,
@@ -13,6 +17,14 @@ from megatron_parm.data.blend import (
 from megatron_parm.errors import ConfigError, DataError
 
 
+@pytest.fixture(params=["in Python", "compiled"])
+def way(request, monkeypatch) -> None:
+    """Few samples are dealt in Python, many by compiled code; here both deal the same few."""
+    if request.param == "compiled":
+        monkeypatch.setattr(blend, "_MOST_IN_PYTHON", -1)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("weights", "order"),
     [
@@ -29,10 +41,32 @@ def test_known_orders(weights, order) -> None:
         assert taken.tolist() == list(range(len(taken)))
 
 
+@pytest.mark.usefixtures("way")
 def test_known_exhaustive_order() -> None:
     index = exhaustive_blend_index([2, 4, 3])
     assert index.dataset.tolist() == [1, 2, 0, 1, 2, 1, 0, 2, 1]
     assert index.sample.tolist() == [0, 0, 0, 1, 1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("weights", [[0.3, 0.7], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.2, 0.3, 0.4], [0.001, 0.4, 0.599]])
+def test_compiled_code_deals_as_python_does(weights, monkeypatch) -> None:
+    """Ties, and sums that floating point rounds, included."""
+    in_python = blend_index(weights, 5000)
+    monkeypatch.setattr(blend, "_MOST_IN_PYTHON", -1)
+    compiled = blend_index(weights, 5000)
+    for name in ("dataset", "sample"):
+        ours, theirs = getattr(compiled, name), getattr(in_python, name)
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+
+
+def test_ten_million_samples_are_dealt_in_seconds() -> None:
+    weights = [0.05 * number for number in (1, 2, 3, 4, 10)]
+    started = time.process_time()
+    index = blend_index(weights, 10_000_000)
+    assert time.process_time() - started < 5
+    shares = np.bincount(index.dataset) / len(index.dataset)
+    assert shares == pytest.approx(weights, abs=1e-6)
+    assert int(index.sample.max()) == round(0.5 * 10_000_000) - 1
 
 
 @pytest.mark.parametrize(

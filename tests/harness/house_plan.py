@@ -52,6 +52,8 @@ OPTIONAL = (
     "deepspeed",
     "megatron",
 )
+# Slow to load, and needed by few runs: these may be imported where they are needed.
+SLOW = ("numba",)
 ACCELERATED = {"apex", "transformer_engine"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {
@@ -184,9 +186,9 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
 
 
 def no_import_in_functions(source: Source) -> Iterator[Finding]:
-    """Save for optional packages."""
+    """Save for optional packages, and slow ones that few runs need."""
     for found in source.imports():
-        is_optional = any(f"{found.module}.".startswith(f"{package}.") for package in OPTIONAL)
+        is_optional = any(f"{found.module}.".startswith(f"{package}.") for package in OPTIONAL + SLOW)
         if found.in_function and not is_optional:
             yield source.find(found.line, f"imports {found.module} inside a function")
 

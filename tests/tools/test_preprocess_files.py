@@ -94,7 +94,8 @@ def _die_at(call: int, source: Path, prefix: Path) -> None:
 
 
 @pytest.mark.parametrize("has_older_files", [False, True])
-def test_a_kill_at_any_moment_of_the_end_leaves_no_half_file_that_opens(tmp_path, has_older_files) -> None:
+def test_a_kill_at_any_moment_of_the_end_leaves_no_half_file_that_opens(tmp_path, has_older_files, capsys) -> None:
+    """And the next run removes what the killed one left."""
     source = tmp_path / "x.jsonl"
     source.write_bytes(LINES)
     assert run(source, tmp_path / "whole", "--json-keys", "text", "other") == 0
@@ -122,3 +123,7 @@ def test_a_kill_at_any_moment_of_the_end_leaves_no_half_file_that_opens(tmp_path
             assert content(prefix, key) in ([expected] if not has_older_files else [expected, old[key]])
     assert call > 8  # two fsync, an unlink and two renames for each of two keys
     assert all(content(prefix, key) == expected for key, expected in whole.items())
+    killed = list(tmp_path.glob("c1_*.unfinished-*"))
+    assert len(killed) == 2 and run(source, tmp_path / "c1", "--json-keys", "text", "other") == 0
+    assert "removed 2 unfinished files" in capsys.readouterr().out and not list(tmp_path.glob("c1_*.unfinished-*"))
+    assert all(content(tmp_path / "c1", key) == expected for key, expected in whole.items())

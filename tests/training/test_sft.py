@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from torch import nn
 
 from megatron_parm.data.batches import collate
 from megatron_parm.data.sft_pack import Conversations, PackedConversations
+from megatron_parm.parallel.context import ParallelContext
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.models.gpt_cases import build, small_shape
-from tests.training.runs import flags, run_training
+from tests.training.runs import MOE, flags, run_training, same_bits
 
 PARTS = [([1, 2, 3, 4, 12], [0, 0, 1, 1, 1]), ([5, 6, 7, 12], [0, 1, 1, 1]), ([8, 9, 12], [0, 0, 1])]
 
@@ -76,17 +78,84 @@ def test_without_the_mask_or_the_positions_it_would_differ(broken) -> None:
     assert sums(model, batch)[0] != pytest.approx(right, rel=1e-6)
 
 
-def test_a_run_on_conversations_learns_them_the_same_on_every_layout(pools: Pools, tmp_path) -> None:
-    lines = [{"prompt": f"{n % 5} 7", "completion": f"{n % 5 + 20} {n % 5}"} for n in range(60)]
+@pytest.fixture
+def chats(tmp_path):
+    """A file of sixty short conversations, some shorter than others, so that samples end in padding."""
+    lines = [{"prompt": f"{n % 5} 7", "completion": f"{n % 5 + 20} {n % 5}" + " 3" * (n % 3)} for n in range(60)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    more = "--sft --sft-tokenizer-prompt-format identity --train-iters 30 --eval-iters 1 --lr 2e-2"
-    argv = flags(str(tmp_path / "chat.jsonl"), more)
-    (single,) = pools.run(Layout(1), run_training, argv)
-    assert single.error is None, single.error
-    losses = single.column("lm_loss")
-    assert losses[0] > 3.0 and losses[-1] < 0.8  # 2 of the 3 answer tokens follow from the prompt
-    assert "60 conversations" not in single.said and "48 conversations" in single.said
-    for layout in (Layout(2, tp=2), Layout(2)):
-        for outcome in pools.run(layout, run_training, argv):
-            assert outcome.error is None
-            assert outcome.column("lm_loss") == pytest.approx(losses, rel=1e-3)
+    return str(tmp_path / "chat.jsonl")
+
+
+SFT = "--sft --sft-tokenizer-prompt-format identity --eval-iters 1 --lr 2e-2 --precision fp64"
+
+
+def test_a_run_on_conversations_learns_them(pools: Pools, chats) -> None:
+    (outcome,) = pools.run(Layout(1), run_training, flags(chats, SFT, "--train-iters 30"))
+    assert outcome.error is None, outcome.error
+    losses = outcome.column("lm_loss")
+    assert losses[0] > 3.0 and losses[-1] < 1.2  # most answer tokens follow from the prompt
+    assert "60 conversations" not in outcome.said and "48 conversations" in outcome.said
+
+
+LAYOUTS = [
+    (Layout(2, tp=2), "s1", "--sequence-parallel"),
+    (Layout(2, pp=2), "baseline", ""),
+    (Layout(4, ep=2, esp=2), "s1", ""),
+    (Layout(4, tp=2, pp=2), "s2", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {}
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(map(str, row)))
+def test_conversations_train_experts_the_same_on_every_layout(pools: Pools, chats, alone, row) -> None:
+    layout, schedule, more = row
+    argv = flags(chats, SFT, MOE)
+    if not alone:
+        (alone["run"],) = pools.run(Layout(1), run_training, argv)
+        assert alone["run"].error is None, alone["run"].error
+    sizes = (
+        f"--tensor-model-parallel-size {layout.tp} --expert-model-parallel-size {layout.ep} "
+        f"--expert-tensor-parallel-size {layout.esp} --pipeline-model-parallel-size {layout.pp}"
+    )
+    for outcome in pools.run(layout, run_training, [*argv, *f"{sizes} --moe-schedule {schedule} {more}".split()]):
+        assert outcome.error is None, outcome.error
+        for name in ("lm_loss", "load_balancing_loss", "grad_norm"):
+            assert outcome.column(name) == pytest.approx(alone["run"].column(name), rel=1e-10)
+        assert outcome.column("lm_loss", "valid") == pytest.approx(alone["run"].column("lm_loss", "valid"), rel=1e-10)
+
+
+def run_padded(ctx: ParallelContext, argv, pad, is_seen):
+    """A step on samples padded with `pad`; is_seen: nobody is told which tokens are padding."""
+
+    @contextmanager
+    def fault(_rank):
+        packed_sample = PackedConversations.__getitem__
+
+        def padded(self, number):
+            sample = packed_sample(self, number)
+            sample["tokens"][~sample["is_text"]] = pad
+            if is_seen:
+                del sample["is_text"]
+            return sample
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PackedConversations, "__getitem__", padded)
+            yield
+
+    return run_training(ctx, argv, fault)
+
+
+def test_what_stands_at_padding_changes_nothing_of_the_experts(pools: Pools, chats) -> None:
+    """FC-21: not the loss, not the balance loss, no figure of the router, not one bit of any weight."""
+    argv = flags(chats, SFT, MOE, "--moe-expert-capacity-factor 1 --train-iters 2")
+    first, second, seen = (
+        pools.run(Layout(1), run_padded, argv, pad, is_seen)[0] for pad, is_seen in ((30, False), (4, False), (4, True))
+    )
+    assert first.error is None, first.error
+    for name in ("lm_loss", "load_balancing_loss", "grad_norm", "moe"):
+        assert first.column(name) == second.column(name) != seen.column(name)
+    assert same_bits(first.state, second.state) == [] != same_bits(first.state, seen.state)
