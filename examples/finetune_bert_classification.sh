@@ -35,7 +35,7 @@ flags=(
 for seed in $(seq 1 "$seeds"); do
   for start in trained random; do
     encoder=()
-    if [ "$start" = trained ]; then encoder=(--pretrained-encoder "$trained"); fi
+    if [ "$start" = trained ]; then encoder=(--pretrained-checkpoint "$trained"); fi
     $python finetune_bert.py "${flags[@]}" --seed "$seed" --save "$folder/$start-$seed" "${encoder[@]}"
   done
 done

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 4 tools/bench_checkpoint.py --megabytes 400
 
 Each round times all of them one after another, so that a busy machine slows all; the slowest rank counts, and every
-file is waited for until it is on the disk (--no-sync leaves that out for torch.save). Prints medians and ratios, the
-share of a synchronous save for which a save in the background stands still, and the memory that a load takes beyond the
-tensors.
+file is new and waited for until it is on the disk (--no-sync leaves that out for torch.save). Prints medians and
+ratios, the share of a synchronous save for which a save in the background stands still, and the memory that a load
+takes beyond the tensors.
 """
 
 import argparse
@@ -29,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: 
 from megatron_parm.checkpoint.background import BackgroundSave
 from megatron_parm.checkpoint.find import find_checkpoint
 from megatron_parm.checkpoint.load import load_tensors
+from megatron_parm.checkpoint.paths import TRACKER
 from megatron_parm.checkpoint.save import begin_save, save_checkpoint
+from megatron_parm.checkpoint.storage import HostCopies
 from megatron_parm.parallel import launch, transport
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.grid import RankGrid
@@ -95,10 +97,10 @@ def torch_load(tensors: Tensors, file: Path) -> None:
         local.copy_(loaded[name])
 
 
-def save_in_background(root: Path, tensors: Tensors, ctx: ParallelContext) -> float:
+def save_in_background(root: Path, tensors: Tensors, memory: HostCopies, ctx: ParallelContext) -> float:
     """Save with copies; the seconds for which training would stand still, without the wait for the writer."""
     started = time.monotonic()
-    background = BackgroundSave(begin_save(root, 2, tensors, {}, {}, ctx), ctx)
+    background = BackgroundSave(begin_save(root, 2, tensors, {}, {}, ctx), ctx, memory)
     stalled = time.monotonic() - started
     while not background.is_written():
         time.sleep(0.01)
@@ -112,15 +114,21 @@ def measure(args: argparse.Namespace, ctx: ParallelContext) -> dict[str, list[fl
     root, tensors = args.folder, make_tensors(args.megabytes, args.tensors, ctx)
     by_hand = root / f"torch-{ctx.rank}.pt"
     found: dict[str, list[float]] = {}
+    memory = HostCopies()
 
     def note(name: str, action: Callable[[], object]) -> None:
         found.setdefault(name, []).append(seconds_of(action, ctx))
 
     for _ in range(args.rounds):
+        by_hand.unlink(missing_ok=True)
+        if ctx.rank == 0:  # saving a step again, or to a file that is there, would time the removal of the old one
+            for folder in root.glob("iter_*"):
+                shutil.rmtree(folder)
+            (root / TRACKER).unlink(missing_ok=True)
         note("torch.save", lambda: torch_save(tensors, by_hand, not args.no_sync))
         note("save", lambda: save_checkpoint(root, 1, tensors, {}, {}, ctx))
         transport.barrier(ctx.world)
-        found.setdefault("stall", []).append(slowest(save_in_background(root, tensors, ctx), ctx))
+        found.setdefault("stall", []).append(slowest(save_in_background(root, tensors, memory, ctx), ctx))
         note("torch.load", lambda: torch_load(tensors, by_hand))
         note("load, size", lambda: load_tensors(find_checkpoint(root, ctx, verify="size"), tensors, ctx))
         note("load, full", lambda: load_tensors(find_checkpoint(root, ctx, verify="full"), tensors, ctx))

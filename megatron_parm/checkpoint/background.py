@@ -10,18 +10,22 @@ import threading
 import torch
 
 from megatron_parm.checkpoint.save import SaveReport, SaveUnderway
+from megatron_parm.checkpoint.storage import HostCopies
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.transport import min_over
 
 
 class BackgroundSave:
-    """A save that has begun, with a thread that writes this rank's file."""
+    """A save that has begun, with a thread that writes this rank's file from the copies in `memory`.
 
-    def __init__(self, underway: SaveUnderway, ctx: ParallelContext) -> None:
+    The memory serves the next save when this one is finished.
+    """
+
+    def __init__(self, underway: SaveUnderway, ctx: ParallelContext, memory: HostCopies) -> None:
         self.iteration = underway.iteration
         self._underway = underway
         self._ctx = ctx
-        underway.take_copies()
+        underway.take_copies(memory)
         # a daemon: a process that ends on an error does not wait for a slow disk
         self._thread = threading.Thread(target=underway.write, name="checkpoint writer", daemon=True)
         self._thread.start()

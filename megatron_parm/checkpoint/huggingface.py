@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_parm.checkpoint.huggingface_config import READERS, Config, ReadConfig, read_config, settings_of
 from megatron_parm.checkpoint.huggingface_export import config_values, family_of
@@ -21,7 +21,8 @@ from megatron_parm.checkpoint.huggingface_folder import (
     tokenizer_files,
     write_folder,
 )
-from megatron_parm.checkpoint.huggingface_names import BERT, NAMES, NamesOfFamily
+from megatron_parm.checkpoint.huggingface_names import NAMES, NamesOfFamily
+from megatron_parm.checkpoint.huggingface_tokenizer import files_of_tokenizer
 from megatron_parm.checkpoint.tensor_files import TensorInfo, TensorSource, names
 from megatron_parm.checkpoint.weight_rules import Heads, OursFromTheirs, TheirsFromOurs
 from megatron_parm.checkpoint.whole_model import WORD_ROWS, WholeModel, WithRows
@@ -29,7 +30,6 @@ from megatron_parm.config import checks, checks_router
 from megatron_parm.config.fields import check_fields
 from megatron_parm.config.run import RunConfig, from_dict, resolve
 from megatron_parm.errors import CheckpointError, ConfigError
-from megatron_parm.parallel.sharding import spec_of
 
 HEADS = ("cls.", "lm_head.")  # names that never have the prefix of the model's body
 ORIGIN_CONFIG, ORIGIN_IS_BARE = "huggingface_config", "huggingface_is_bare"
@@ -51,22 +51,6 @@ class _Renamed:
     def read(self, name: str) -> Tensor:
         """One, by its new name."""
         return self._tensors.read(self._old_names[name])
-
-
-class MemoryTensors:
-    """Tensors that are in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    @property
-    def entries(self) -> Mapping[str, TensorInfo]:
-        """All of them."""
-        return {name: TensorInfo.of(tensor) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """One of them."""
-        return self._tensors[name]
 
 
 def run_config(settings: Mapping[str, Any], precision: torch.dtype) -> RunConfig:
@@ -192,7 +176,9 @@ def write_huggingface(folder: Path, model: WholeModel, *, largest_file: int) -> 
     if origin is None:
         dtype = str(ours.entries[WORD_ROWS[0]].dtype).removeprefix("torch.")
         origin = config_values(config, family, rows, dtype, _architecture(family, theirs.entries))
-    write_folder(folder, origin, theirs, list(model.tokenizer_files), largest_file=largest_file)
+    carried: Mapping[str, Path | bytes] = {file.name: file for file in model.tokenizer_files}
+    carried = carried or files_of_tokenizer(config.data, config.model.max_position_embeddings)
+    write_folder(folder, origin, theirs, carried, largest_file=largest_file)
     return family
 
 
@@ -223,45 +209,6 @@ def _architecture(family: str, entries: Mapping[str, TensorInfo]) -> str:
     if not any(name.startswith("cls.predictions") for name in entries):
         return f"{stem}Model"
     return f"{stem}ForPreTraining" if "cls.seq_relationship.weight" in entries else f"{stem}ForMaskedLM"
-
-
-def bert_from_huggingface(theirs: Mapping[str, Tensor], num_layers: int, num_heads: int) -> dict[str, Tensor]:
-    """Whole tensors of a BERT under our names, of all that `theirs` (BertForPreTraining, or its parts) holds.
-
-    A bare encoder's names may lack the prefix `bert.`. Raises CheckpointError for tensors that have no place, and for
-    a part of a fused one that is missing.
-    """
-    where = f"a BERT of {num_layers} layers"
-    tensors, _ = _with_prefix(MemoryTensors(theirs), BERT)
-    tensors = _without_repetitions(tensors, BERT, Path(where), is_tied=True)
-    ours = OursFromTheirs(tensors, list(BERT.links((False,) * num_layers, 0)), Heads(num_heads, num_heads), where)
-    return {name: ours.read(name) for name in ours.entries}
-
-
-def fill(model: nn.Module, whole: Mapping[str, Tensor], *, except_for: Sequence[str] = ()) -> None:
-    """Copy this rank's box of every whole tensor into the parameter of that name.
-
-    Rows that only our padded vocabulary has become zero. Every parameter of the model must be given, save those whose
-    names begin with one of `except_for`. Raises CheckpointError naming what is missing, or of another shape.
-    """
-    parameters = dict(model.named_parameters())
-    missing = [name for name in parameters if name not in whole and not name.startswith(tuple(except_for))]
-    if missing:
-        raise CheckpointError(f"no tensor is given for {', '.join(missing)}")
-    for name, parameter in parameters.items():
-        if name not in whole:
-            continue
-        spec, given = spec_of(parameter), whole[name]
-        has_rows = given.shape[:1] <= spec.global_shape[:1] if name in WORD_ROWS else True
-        if given.shape[1:] != spec.global_shape[1:] or not has_rows or given.dim() != len(spec.global_shape):
-            raise CheckpointError(f"{name} is {list(spec.global_shape)} here, {list(given.shape)} there")
-        with torch.no_grad():
-            padded = given.new_zeros(spec.global_shape) if name in WORD_ROWS else given
-            if name in WORD_ROWS:
-                padded[: given.shape[0]] = given
-            if padded.shape != spec.global_shape:
-                raise CheckpointError(f"{name} is {list(spec.global_shape)} here, {list(given.shape)} there")
-            parameter.copy_(padded[spec.box])
 
 
 def check_names(

@@ -189,11 +189,14 @@ def write_folder(
     folder: Path,
     config: Mapping[str, Any],
     tensors: TensorSource,
-    carried: list[Path],
+    carried: Mapping[str, Path | bytes],
     *,
     largest_file: int,
 ) -> None:
-    """Write a folder, tensor by tensor; it appears under its name when it is whole. Raises ConfigError if it exists."""
+    """Write a folder, tensor by tensor; it appears under its name when it is whole. Raises ConfigError if it exists.
+
+    carried: further files by name, to be copied or written.
+    """
     refuse_filled(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:16]}")
@@ -201,8 +204,11 @@ def write_folder(
     try:
         _write_tensors(temporary, tensors, largest_file)
         paths.write_durably(temporary / CONFIG, (json.dumps(dict(config), indent=2) + "\n").encode())
-        for file in carried:
-            shutil.copyfile(file, temporary / file.name)
+        for name, content in carried.items():
+            if isinstance(content, bytes):
+                paths.write_durably(temporary / name, content)
+            else:
+                shutil.copyfile(content, temporary / name)
         paths.sync_folder(temporary)
         temporary.rename(folder)  # also onto an empty folder
     except BaseException:

@@ -33,7 +33,7 @@ from megatron_parm.checkpoint.manifest import (
     manifest_text,
     parse_manifest,
 )
-from megatron_parm.checkpoint.storage import Stored, write_shard
+from megatron_parm.checkpoint.storage import HostCopies, Stored, write_shard
 from megatron_parm.errors import CheckpointError, CheckpointStorageError
 from megatron_parm.parallel.agreement import on_every_rank, on_first_rank
 from megatron_parm.parallel.context import ParallelContext
@@ -97,13 +97,10 @@ class SaveUnderway:
     def _doing(self) -> str:
         return f"saving {self.temporary.parent / paths.folder_name(self.iteration)}"
 
-    def take_copies(self) -> None:
+    def take_copies(self, memory: HostCopies) -> None:
         """Copy the values to be written into the host's memory, so that training may change the tensors."""
         assert self._stored is not None, "written already"
-        self._stored = {
-            name: replace(one, values=one.values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
-            for name, one in self._stored.items()
-        }
+        self._stored = memory.of(self._stored)
 
     def write(self) -> None:
         """Write this rank's file. Sends nothing to other ranks; what goes wrong is told by `finish`."""

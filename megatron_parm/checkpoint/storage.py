@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_parm.checkpoint.boxes import Box, overlaps, within
 from megatron_parm.checkpoint.manifest import FileEntry, TensorEntry
 
+ALIGNMENT = 64  # bytes, of a value among copies
 CHUNK_BYTES = 4 << 20  # written at a time, while the last one is hashed
 NAMES = {  # of dtypes, as safetensors writes them
     "float64": "F64",
@@ -43,6 +44,34 @@ class Stored:
 
     values: Tensor
     offsets: tuple[int, ...]
+
+
+class HostCopies:
+    """Host memory for copies of values that training goes on changing.
+
+    Kept from one save to the next: memory that is touched for the first time costs several times the copy. Page-locked
+    where the values lie on an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+        """The same with values of their own. They hold until the next call."""
+        starts, end = {}, 0
+        for name, one in stored.items():
+            starts[name] = end
+            end += -(-one.values.nbytes // ALIGNMENT) * ALIGNMENT
+        if end > self._memory.numel():
+            is_pinned = any(one.values.is_cuda for one in stored.values())
+            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        found = {}
+        for name, one in stored.items():
+            room = self._memory[starts[name] : starts[name] + one.values.nbytes]
+            values = room.view(one.values.dtype).view(one.values.shape)
+            values.copy_(one.values.detach())
+            found[name] = replace(one, values=values)
+        return found
 
 
 def write_shard(path: Path, stored: Mapping[str, Stored]) -> FileEntry:

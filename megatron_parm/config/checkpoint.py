@@ -47,7 +47,8 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, help="load without random states")
     pretrained_checkpoint: str | None = flag(
         None,
-        help="folder whose weights a first start takes, as --load with --finetune does; a resume goes on from --load",
+        help="folder whose weights a first start takes, as --load with --finetune does: checkpoints or a folder of "
+        "Hugging Face; a resume goes on from --load",
         none_means="random weights",
     )
     use_checkpoint_args: bool = flag(

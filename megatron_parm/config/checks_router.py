@@ -101,8 +101,10 @@ def check_upcycling(moe: MoEConfig, model: ModelConfig, checkpoint: CheckpointCo
     """Check that a dense model's function survives when experts take the place of its feed-forward."""
     if not moe.moe_use_upcycling:
         return
-    if checkpoint.load is None:
-        raise ConfigError("--moe-use-upcycling needs --load DIR: the checkpoint of the dense model")
+    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        raise ConfigError(
+            "--moe-use-upcycling needs --load DIR or --pretrained-checkpoint DIR: the checkpoint of the dense model"
+        )
     if not moe.weights_sum_to_one:
         raise ConfigError(
             "--moe-use-upcycling: the model starts as the dense one only if the weights of a token's experts sum to 1; "

@@ -13,9 +13,3 @@ class ClassifyConfig:
         (), help="the classes, two or more, as the files write them; the first is number 0"
     )
     classifier_dropout: float = flag(0.1, help="dropout before the classification head", at_least=0, below=1)
-    pretrained_encoder: str | None = flag(
-        None,
-        help="folder whose embedding, layers and pooler a first start takes: checkpoints of pretrain_bert.py, or a "
-        "BERT of Hugging Face",
-        none_means="random weights",
-    )

@@ -40,6 +40,8 @@ class WordPieceTokenizer:
         known = set(words)
         self.pieces = (*words, *(name for name in (*ADDED, *extra_id_names(extra_ids)) if name not in known))
         self.vocab_size = len(self.pieces)
+        # the smallest vocabulary of a model that this tokenizer fits: a BERT never reads [BOS] and [EOS]
+        self.least_vocab_size = self.vocab_size if extra_ids else len(words)
         places = {piece: number for number, piece in enumerate(self.pieces)}
         self.special_tokens = {name: places[name] for name in (*NEEDED, *ADDED, *extra_id_names(extra_ids))}
         self.pad, self.unknown, self.cls, self.sep, self.mask = (places[name] for name in NEEDED)

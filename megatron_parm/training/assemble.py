@@ -35,6 +35,7 @@ from megatron_parm.parallel.sharding import spec_of
 from megatron_parm.pipeline.micro_batches import BatchPlan
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.build import build_tokenizer, padded_vocab_size
+from megatron_parm.tokenizers.wordpiece import WordPieceTokenizer
 from megatron_parm.training.cost_model import cost_model_for
 from megatron_parm.training.family import ModelFamily
 from megatron_parm.training.forward_backward import ForwardBackward
@@ -124,6 +125,16 @@ def make_tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
     return tokenizer, tokenizer.vocab_size
 
 
+def words_of_model(tokenizer: Tokenizer, vocab_size: int, saved_words: int | None) -> int:
+    """The vocabulary of the model: the tokenizer's, or that of a saved BERT which has no place for [BOS] and [EOS].
+
+    Megatron's tokenizer adds them to every vocab.txt, models of Hugging Face lack them, and no BERT reads them.
+    """
+    if isinstance(tokenizer, WordPieceTokenizer) and saved_words is not None:
+        return saved_words if tokenizer.least_vocab_size <= saved_words < vocab_size else vocab_size
+    return vocab_size
+
+
 def make_model(
     config: RunConfig,
     vocab_size: int,
@@ -153,14 +164,17 @@ def assemble(
     log: Log,
     *,
     saved_rows: int | None = None,
+    saved_words: int | None = None,
     start: RunProgress | None = None,
     family: ModelFamily = GPT,
 ) -> Assembly:
     """Everything of a run but what its checkpoint holds. `config` is resolved. Call on all ranks.
 
-    saved_rows: see `make_model`. start: where the run will go on, to have samples enough to its end.
+    saved_rows: see `make_model`; saved_words: see `words_of_model`. start: where the run will go on, to have samples
+    enough to its end.
     """
     tokenizer, vocab_size = on_all_ranks(ctx.world, lambda: make_tokenizer(config))
+    vocab_size = words_of_model(tokenizer, vocab_size, saved_words)
     training = config.training
     plan = BatchPlan.of(training.global_batch_size, training.micro_batch_size, ctx.dp.size, config.ramp)
     schedule = on_all_ranks(ctx.world, lambda: make_schedule(config))

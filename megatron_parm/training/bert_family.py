@@ -34,7 +34,7 @@ def bert_datasets(config: RunConfig, tokenizer: Tokenizer, vocab_size: int, requ
         requests,
         data_rules(config, vocab_size, DocumentRules()),
         BertDataRules(bert.mask_prob, bert.short_seq_prob, has_two_segments=not bert.bert_no_binary_head),
-        word_pieces(special, tokenizer.pieces),
+        word_pieces(special, tokenizer.pieces[:vocab_size]),
         data.split,
         paths.by_split,
     )

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_parm.checkpoint.find import peek_state
+from megatron_parm.checkpoint.huggingface import read_huggingface
+from megatron_parm.checkpoint.huggingface_folder import is_huggingface_folder
+from megatron_parm.config.run import to_dict
 from megatron_parm.errors import CheckpointError
-from megatron_parm.training.resume import FIXED_SETTINGS
+from megatron_parm.training.same_model import FIXED_SETTINGS
 
 MODEL_FLAGS = (
     *FIXED_SETTINGS,
@@ -20,6 +23,7 @@ MODEL_FLAGS = (
     "vocab_size",
     "vocab_extra_ids",
 )
+FOREIGN_FLAGS = tuple(name for name in FIXED_SETTINGS if name not in ("tokenizer_type", "make_vocab_size_divisible_by"))
 LAYOUT_FLAGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -39,6 +43,9 @@ def settings_of_checkpoint(given: Mapping[str, object]) -> dict[str, Any]:
         if not isinstance(folder, str):
             continue
         assert step is None or isinstance(step, int)
+        if is_huggingface_folder(Path(folder)):
+            settings = to_dict(read_huggingface(Path(folder)).config)
+            return {name: settings[name] for name in FOREIGN_FLAGS if settings.get(name) is not None}
         state = peek_state(Path(folder), ckpt_step=step, falls_back=given.get("resume") == "auto")
         if state is None:
             continue

@@ -1,4 +1,4 @@
-"""A classifier of texts as a kind of model: data, loss, the start from a pretrained encoder, metrics. Floor 7."""
+"""A classifier of texts as a kind of model: data, loss, metrics. Floor 7."""
 
 import json
 import math
@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_parm.checkpoint.find import find_checkpoint, has_checkpoint
-from megatron_parm.checkpoint.huggingface import bert_from_huggingface, fill
-from megatron_parm.checkpoint.load import read_state
 from megatron_parm.config.classify import ClassifyConfig
 from megatron_parm.config.run import RunConfig
 from megatron_parm.data.batches import Batch
@@ -22,21 +18,16 @@ from megatron_parm.data.build import GPTDatasets
 from megatron_parm.data.gpt_dataset import SampleSource
 from megatron_parm.data.labelled_texts import FILLER, Encoded, LabelledTexts, read_labelled
 from megatron_parm.data.splits import SPLIT_NAMES, parse_split, split_bounds
-from megatron_parm.errors import CheckpointError, ConfigError
+from megatron_parm.errors import ConfigError
 from megatron_parm.models.build import build_classifier
-from megatron_parm.models.classifier import HEAD
 from megatron_parm.parallel import transport
-from megatron_parm.parallel.agreement import on_all_ranks
 from megatron_parm.tokenizers.base import Tokenizer
 from megatron_parm.tokenizers.wordpiece import WordPieceTokenizer
 from megatron_parm.training.assemble import Assembly
-from megatron_parm.training.entrance import Around, pretrain
+from megatron_parm.training.entrance import pretrain
 from megatron_parm.training.family import ModelFamily, data_paths
 from megatron_parm.training.objective import Objective
 from megatron_parm.training.pipelined import stages_of_run
-from megatron_parm.training.resume import MODEL, OPTIMIZER, check_vocabulary, load_named, model_tensors
-
-LEFT_BEHIND = ("lm_head.", "output_layer.", "binary_head.")  # of a pretrained model: no classifier has them
 
 
 @dataclass(frozen=True)
@@ -211,50 +202,9 @@ def tell_metrics(run: Assembly) -> None:
         (Path(save) / "metrics.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def start_from_encoder(run: Assembly) -> None:
-    """Fill embedding, layers and pooler from --pretrained-encoder, where it is given. Call on all ranks.
-
-    Raises ConfigError for a folder without weights, CheckpointError for those of another model.
-    """
-    folder = _classify(run.config).pretrained_encoder
-    if folder is None:
-        return
-    root = Path(folder)
-    if (root / "config.json").is_file():
-        model = run.config.model
-        theirs = on_all_ranks(run.ctx.world, lambda: _huggingface_weights(root))
-        whole = bert_from_huggingface(theirs, model.num_layers, model.num_attention_heads)
-        on_all_ranks(run.ctx.world, lambda: fill(run.built.model, whole, except_for=(HEAD,)))
-    elif has_checkpoint(root, run.ctx):
-        checkpoint = find_checkpoint(root, run.ctx, verify=run.config.checkpoint.verify_checkpoint)
-        check_vocabulary(
-            run.built.model.shape.vocab_size, run.config.data.tokenizer_type, read_state(checkpoint, run.ctx)
-        )
-        tensors = {name: entry for name, entry in model_tensors(run.built).items() if not name.startswith(MODEL + HEAD)}
-        load_named(checkpoint, tensors, run.ctx, ignored_prefixes=(OPTIMIZER, *(MODEL + name for name in LEFT_BEHIND)))
-    else:
-        raise ConfigError(f"--pretrained-encoder {root}: neither a checkpoint nor config.json is in this folder")
-    run.optimizer.masters.refresh()
-    run.log.say(f" > the encoder is that of {root}; the classification head is new")
-
-
-def _huggingface_weights(root: Path) -> dict[str, Tensor]:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        path = root / name
-        if path.is_file():
-            found: dict[str, Tensor] = (
-                load_file(path)
-                if path.suffix == ".safetensors"
-                else torch.load(path, map_location="cpu", weights_only=True)
-            )
-            return found
-    raise CheckpointError(f"{root}: neither model.safetensors nor pytorch_model.bin is there")
-
-
 CLASSIFIER = ModelFamily("classifier", build_classifier, labelled_datasets, lambda config: CLASSES, is_causal=False)
-AROUND = Around(start_from_encoder, tell_metrics)
 
 
 def classify(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, train a classifier and measure it; returns the exit code of this worker."""
-    return pretrain(argv, CLASSIFIER, AROUND)
+    return pretrain(argv, CLASSIFIER, tell_metrics)

@@ -4,6 +4,7 @@ Every way goes through a `WholeModel`: whole tensors under our names, read one a
 the names and shapes are compared with those of the model that the settings describe.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from megatron_parm.models.build import build_bert, build_gpt
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import saved_tensors, spec_of
 from megatron_parm.tokenizers.build import padded_vocab_size
-from megatron_parm.training.assemble import make_schedule, make_tokenizer
+from megatron_parm.training.assemble import make_schedule, make_tokenizer, words_of_model
 from megatron_parm.training.progress_state import RunProgress
 
 Format = Literal["hf", "megatron_parm"]
@@ -123,10 +124,11 @@ def _with_tokenizer(model: WholeModel, root: Path) -> tuple[RunConfig, int, tupl
     for found in _tokenizers(by_name, is_bert=config.bert is not None):
         data = replace(config.data, **found)
         try:
-            _, words = make_tokenizer(replace(config, data=data))
+            tokenizer, words = make_tokenizer(replace(config, data=data))
         except (ConfigError, DataError) as error:
             notes.append(f"{found['tokenizer_type']} cannot read the tokenizer's files: {error}")
             continue
+        words = words_of_model(tokenizer, words, vocab_size)
         if words > vocab_size:
             notes.append(f"{found['tokenizer_type']} has {words} tokens, the model {vocab_size}: not used")
             continue
@@ -150,7 +152,8 @@ def _tokenizers(files: Mapping[str, Path], *, is_bert: bool) -> list[dict[str, A
     """Settings of tokenizers that could read these files, the likeliest first."""
     found: list[dict[str, Any]] = []
     if is_bert and "vocab.txt" in files:
-        found.append({"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(files["vocab.txt"])})
+        kind = "BertWordPieceCase" if _is_cased(files) else "BertWordPieceLowerCase"
+        found.append({"tokenizer_type": kind, "vocab_file": str(files["vocab.txt"])})
     if "tokenizer.json" in files and not is_bert:
         found.append({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(files["tokenizer.json"].parent)})
     if "vocab.json" in files and "merges.txt" in files:
@@ -159,6 +162,16 @@ def _tokenizers(files: Mapping[str, Path], *, is_bert: bool) -> list[dict[str, A
     if "tokenizer.model" in files:
         found.append({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(files["tokenizer.model"])})
     return found
+
+
+def _is_cased(files: Mapping[str, Path]) -> bool:
+    """Whether a BERT's words keep their capitals: by tokenizer_config.json, else by the pieces of vocab.txt."""
+    try:
+        values = json.loads(files["tokenizer_config.json"].read_bytes())
+        return values["do_lower_case"] is False
+    except (KeyError, TypeError, ValueError, OSError):
+        pieces = files["vocab.txt"].read_text(encoding="utf-8", errors="replace").splitlines()
+        return any(piece != piece.lower() for piece in pieces if not piece.startswith("["))
 
 
 def convert(

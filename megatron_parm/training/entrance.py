@@ -3,7 +3,6 @@
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_parm.config.parser import parse_run_config
@@ -75,19 +74,15 @@ def _report_unexpected(error: Exception, environment: LaunchEnvironment) -> int:
     return EXIT_UNEXPECTED
 
 
-@dataclass(frozen=True)
-class Around:
-    """What a run does beside training: before its first step in a first start, and after its end. On all ranks."""
+def pretrain(
+    argv: Sequence[str] | None = None,
+    family: ModelFamily = GPT,
+    at_end: Callable[[Assembly], None] | None = None,
+) -> int:
+    """Parse the flags, train a model of `family`, and return the exit code of this worker.
 
-    at_start: Callable[[Assembly], None] | None = None
-    at_end: Callable[[Assembly], None] | None = None
-
-
-ALONE = Around()
-
-
-def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT, around: Around = ALONE) -> int:
-    """Parse the flags, train a model of `family`, and return the exit code of this worker."""
+    `at_end` is called on all ranks when the training has ended.
+    """
 
     def work(environment: LaunchEnvironment) -> None:
         config, notes = parse_run_config(argv, model=family.kind, saved=settings_of_checkpoint)
@@ -97,10 +92,10 @@ def pretrain(argv: Sequence[str] | None = None, family: ModelFamily = GPT, aroun
         config, ctx = join_ranks(config, environment, log)
         saved = open_checkpoint(config, ctx, log)
         with _recorder(config, log) as recorder:
-            trainer = make_trainer(config, ctx, log, recorder, saved, family, around)
+            trainer = make_trainer(config, ctx, log, recorder, saved, family)
             trainer.train()
-            if around.at_end is not None:
-                around.at_end(trainer.run)
+            if at_end is not None:
+                at_end(trainer.run)
         launch.shutdown(ctx)
 
     return guarded(work)
@@ -113,18 +108,22 @@ def make_trainer(
     recorder: Recorder,
     saved: SavedRun | None,
     family: ModelFamily = GPT,
-    around: Around = ALONE,
 ) -> Trainer:
     """A trainer at its start, or where `saved` left off. Call on all ranks."""
     ctx = traced_context(config.logging, ctx)
     if saved is None:
-        run = assemble(config, ctx, log, family=family)
-        if around.at_start is not None:
-            around.at_start(run)
-        return Trainer(run, recorder)
-    start = RunProgress() if saved.weights_only or config.upcycles else saved.progress
+        return Trainer(assemble(config, ctx, log, family=family), recorder)
+    start = RunProgress() if saved.begins_anew else saved.progress
     trainer = Trainer(
-        assemble(config, ctx, log, saved_rows=vocabulary_rows(saved.checkpoint), start=start, family=family),
+        assemble(
+            config,
+            ctx,
+            log,
+            saved_rows=vocabulary_rows(saved.checkpoint),
+            saved_words=saved.vocab_size,
+            start=start,
+            family=family,
+        ),
         recorder,
     )
     trainer.resume(saved)

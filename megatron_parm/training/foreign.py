@@ -62,7 +62,11 @@ def settings_to_compare(model: WholeModel, config: RunConfig) -> dict[str, Any]:
 
 def foreign_state(model: WholeModel, config: RunConfig) -> dict[str, Any]:
     """The JSON state that a checkpoint of ours would have."""
-    return {"config": settings_to_compare(model, config), "progress": RunProgress().to_state()}
+    return {
+        "config": settings_to_compare(model, config),
+        "progress": RunProgress().to_state(),
+        "vocab_size": model.vocab_size,
+    }
 
 
 def fill_from_foreign(model: WholeModel, tensors: NamedTensors, vocab_size: int, ctx: ParallelContext) -> None:

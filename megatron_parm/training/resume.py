@@ -17,11 +17,10 @@ from megatron_parm.checkpoint.save import SaveUnderway, begin_save
 from megatron_parm.checkpoint.verify import VerifiedCheckpoint
 from megatron_parm.checkpoint.whole_model import WholeModel
 from megatron_parm.config.checkpoint import CheckpointConfig
-from megatron_parm.config.fields import flags_of
-from megatron_parm.config.model import ModelConfig
-from megatron_parm.config.run import SECTIONS, RunConfig, to_dict
+from megatron_parm.config.run import RunConfig, to_dict
 from megatron_parm.errors import CheckpointError, ConfigError
 from megatron_parm.models.build import BuiltModel, layer_shape
+from megatron_parm.models.classifier import HEAD
 from megatron_parm.observe.log import Log
 from megatron_parm.optim.schedule import RateSchedule, reconcile
 from megatron_parm.parallel.context import ParallelContext
@@ -29,53 +28,15 @@ from megatron_parm.parallel.sharding import ShardSpec, saved_tensors, spec_of
 from megatron_parm.training.assemble import Assembly, named_layout
 from megatron_parm.training.foreign import fill_from_foreign, foreign_state, open_foreign
 from megatron_parm.training.progress_state import RunProgress
+from megatron_parm.training.same_model import EXPERT_SETTINGS, HEAD_SETTINGS, check_same_model
 from megatron_parm.training.schedule_check import ScheduleCheck, plan_check
 from megatron_parm.training.upcycle import plan_upcycling
 
 OPTIMIZER, MODEL = "optimizer.", "model."
 REUSED = "as in the checkpoint: "
 NamedTensors = dict[str, tuple[Tensor, ShardSpec]]
+PRETRAINING_HEADS = ("lm_head.", "output_layer.", "binary_head.")  # of a pretrained BERT: no classifier has them
 VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-
-# settings that change what the saved tensors mean; the others may differ between a run and its resume
-FIXED_SETTINGS = (
-    *(name for name in ModelConfig.__dataclass_fields__ if "dropout" not in name and "init_method" not in name),
-    "bert_layout",
-    "bert_no_binary_head",
-    "class_names",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_router_score_function",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "tokenizer_type",
-)
-# those that also fix the samples and their order, in which a run goes on
-DATA_ORDER_SETTINGS = (
-    "seq_length",
-    "seed",
-    "split",
-    "split_rounding",
-    "dataloader_type",
-    "mock_data",
-    "sft",
-    "sft_tokenizer_prompt_format",
-    "mask_prob",
-    "short_seq_prob",
-)
-SPELLINGS = {name: "--" + name.replace("_", "-") for name in (*FIXED_SETTINGS, *DATA_ORDER_SETTINGS)}
-DEFAULTS = {
-    one.field: None if one.is_required else one.default for section in SECTIONS.values() for one in flags_of(section)
-}
-# a default that stands for "not given" may be spelled out by one of the two runs
-LAYOUT_DEPENDENT = ("make_vocab_size_divisible_by",)
 
 
 @dataclass(frozen=True)
@@ -86,6 +47,18 @@ class SavedRun:
     state: dict[str, Any]
     foreign: WholeModel | None = None  # of a folder of Hugging Face: weights only
     weights_only: bool = False
+    upcycles: bool = False  # from a dense model to one with experts; weights only, too
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens that the model knew."""
+        found = self.state.get("vocab_size")
+        return found if type(found) is int else None
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether nothing but weights is taken."""
+        return self.weights_only or self.upcycles
 
     @property
     def progress(self) -> RunProgress:
@@ -164,17 +137,23 @@ def open_checkpoint(config: RunConfig, ctx: ParallelContext, log: Log) -> SavedR
     found = find_checkpoint(root, ctx, ckpt_step=step, resume=checkpoint.resume, verify=checkpoint.verify_checkpoint)
     for warning in found.warnings:
         log.warn(warning)
-    saved = SavedRun(found, read_state(found, ctx), weights_only=weights_only)
-    settings = _section(saved.state, "config")
-    if config.upcycles:
-        if settings.get("num_experts"):
-            raise CheckpointError(
-                f"--moe-use-upcycling: {found.path} has experts already (--num-experts {settings['num_experts']}); "
-                "leave the flag out to go on from it"
-            )
-        check_same_model(config, settings, data_order=False, with_experts=False)
-    else:
-        check_same_model(config, settings, data_order=not weights_only)
+    state = read_state(found, ctx)
+    settings = _section(state, "config")
+    has_experts = bool(settings.get("num_experts"))
+    is_restart = loads and checkpoint.pretrained_checkpoint is not None  # the dense model was taken in the first start
+    if config.upcycles and has_experts and not is_restart:
+        raise CheckpointError(
+            f"--moe-use-upcycling: {found.path} has experts already (--num-experts {settings['num_experts']}); leave "
+            "the flag out to go on from it, or name the dense model by --pretrained-checkpoint, which a restart ignores"
+        )
+    saved = SavedRun(found, state, weights_only=weights_only, upcycles=config.upcycles and not has_experts)
+    starts_head = _starts_head(config, saved)
+    check_same_model(
+        config,
+        settings,
+        data_order=not saved.begins_anew,
+        left_out=(*(EXPERT_SETTINGS if saved.upcycles else ()), *(HEAD_SETTINGS if starts_head else ())),
+    )
     return saved
 
 
@@ -182,8 +161,15 @@ def _foreign_run(config: RunConfig, checkpoint: VerifiedCheckpoint, model: Whole
     for warning in checkpoint.warnings:
         log.warn(warning)
     state = foreign_state(model, config)
-    check_same_model(config, state["config"], data_order=False, with_experts=not config.upcycles)
-    return SavedRun(checkpoint, state, model, weights_only=True)
+    left_out = (*(EXPERT_SETTINGS if config.upcycles else ()), *(HEAD_SETTINGS if config.classify is not None else ()))
+    check_same_model(config, state["config"], data_order=False, left_out=left_out)
+    return SavedRun(checkpoint, state, model, weights_only=True, upcycles=config.upcycles)
+
+
+def _starts_head(config: RunConfig, saved: SavedRun) -> bool:
+    """Whether a classifier takes a pretrained BERT: its own head is new, and those of the BERT are left behind."""
+    has_head = any(name.startswith(MODEL + HEAD) for name in saved.checkpoint.manifest.tensors)
+    return config.classify is not None and saved.weights_only and not has_head
 
 
 def _has_checkpoint_to_load(checkpoint: CheckpointConfig, ctx: ParallelContext, log: Log) -> bool:
@@ -209,39 +195,17 @@ def vocabulary_rows(checkpoint: VerifiedCheckpoint) -> int | None:
     return entry.shape[0] if entry is not None else None
 
 
-def check_same_model(config: RunConfig, saved: dict[str, Any], *, data_order: bool, with_experts: bool = True) -> None:
-    """Raise CheckpointError naming each setting that must not differ from the checkpoint's, with both values.
-
-    A setting that the checkpoint does not know had its default. `with_experts` False: those of the experts may differ.
-    """
-    current = to_dict(config)
-    names = FIXED_SETTINGS + (DATA_ORDER_SETTINGS if data_order else ())
-    if not with_experts:
-        names = tuple(name for name in names if not name.startswith(("moe_", "num_experts")))
-    before = {name: saved.get(name, DEFAULTS[name] if name in current else None) for name in names}
-    differing = [
-        f"  {SPELLINGS[name]}: {current.get(name)} here, {before[name]} in the checkpoint"
-        for name in names
-        if name not in LAYOUT_DEPENDENT and current.get(name) != before[name]
-    ]
-    if differing:
-        raise CheckpointError(
-            "the checkpoint is of another model or run:\n"
-            + "\n".join(differing)
-            + "\nuse the checkpoint's values, or load another checkpoint"
-            + (" (--finetune allows another seed or data order)" if data_order else "")
-        )
-
-
 def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]:
     """Fill the run from `saved`; returns where it goes on and by which schedule. Call on all ranks."""
     settings, checkpoint, state = run.config.checkpoint, saved.checkpoint, saved.state
     if saved.foreign is not None:
-        return _load_foreign(run, saved.foreign), run.schedule
+        return _load_foreign(run, saved, saved.foreign), run.schedule
     check_vocabulary(run.built.model.shape.vocab_size, run.config.data.tokenizer_type, state)
     tensors = model_tensors(run.built)
-    if run.config.upcycles:
+    if saved.upcycles:
         return _upcycle(run, checkpoint), run.schedule
+    if _starts_head(run.config, saved):
+        return _start_head(run, checkpoint), run.schedule
     takes_optimizer = not (settings.no_load_optim or saved.weights_only)
     if takes_optimizer:
         _check_optimizer(run, saved)
@@ -264,13 +228,15 @@ def load_run(run: Assembly, saved: SavedRun) -> tuple[RunProgress, RateSchedule]
     return progress, _schedule(run, state)
 
 
-def _load_foreign(run: Assembly, model: WholeModel) -> RunProgress:
-    plan = plan_upcycling(run.built) if run.config.upcycles else None
+def _load_foreign(run: Assembly, saved: SavedRun, model: WholeModel) -> RunProgress:
+    plan = plan_upcycling(run.built) if saved.upcycles else None
     tensors = model_tensors(run.built) if plan is None else plan.whole | plan.parts
     fill_from_foreign(model, tensors, run.built.model.shape.vocab_size, run.ctx)
     if plan is not None:
         plan.spread()
     run.optimizer.masters.refresh()
+    if run.config.classify is not None:
+        run.log.say(f" > the encoder is that of {saved.checkpoint.path}; the classification head is new")
     return RunProgress()
 
 
@@ -281,6 +247,15 @@ def _upcycle(run: Assembly, checkpoint: VerifiedCheckpoint) -> RunProgress:
     plan.spread()
     run.optimizer.masters.refresh()
     run.log.say(f" > upcycled {checkpoint.path}: every expert is a copy of its layer's feed-forward")
+    return RunProgress()
+
+
+def _start_head(run: Assembly, checkpoint: VerifiedCheckpoint) -> RunProgress:
+    tensors = {name: entry for name, entry in model_tensors(run.built).items() if not name.startswith(MODEL + HEAD)}
+    left_behind = tuple(MODEL + name for name in PRETRAINING_HEADS)
+    load_named(checkpoint, tensors, run.ctx, ignored_prefixes=(OPTIMIZER, *left_behind))
+    run.optimizer.masters.refresh()
+    run.log.say(f" > the encoder is that of {checkpoint.path}; the classification head is new")
     return RunProgress()
 
 

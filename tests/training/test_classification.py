@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.training.bert_family import BERT
-from megatron_parm.training.classification import CLASSIFIER, Metrics, start_from_encoder, tell_metrics
-from tests.data.bert_texts import random_sentences, write_sentences, write_vocabulary
+from megatron_parm.training.classification import CLASSIFIER, Metrics, tell_metrics
+from tests.data.bert_texts import PIECES, random_sentences, write_sentences, write_vocabulary
 from tests.harness.layouts import SINGLE, Layout
 from tests.harness.pools import Pools
-from tests.training.runs import Outcome, make_trainer, run_training, same_bits, state_of
+from tests.models.test_gpt import randomise
+from tests.training.runs import Outcome, Text, make_trainer, run_training, same_bits, state_of
 from tests.training.test_bert_family import MOE, TINY
 
 EQUAL = 1e-5  # float32, sums in another order
@@ -68,17 +70,24 @@ ROWS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(pools: Pools, task: str) -> dict[str, Outcome]:
+    """By layout of norms: the run on one process."""
+    return {kind: pools.run(SINGLE, _train, _words(task, MOE, kind))[0] for kind in ("", "--bert-layout original")}
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_layouts_tell_the_losses_of_one_process(pools: Pools, task: str, row: tuple[Layout, str]) -> None:
+def test_layouts_tell_the_losses_of_one_process(
+    pools: Pools, task: str, alone: dict[str, Outcome], row: tuple[Layout, str]
+) -> None:
     layout, more = row
-    kind = more if "layout" in more else ""
-    (alone,) = pools.run(SINGLE, _train, _words(task, MOE, kind))
-    assert alone.error is None, alone.error
+    wanted = alone[more if "layout" in more else ""]
+    assert wanted.error is None, wanted.error
     for outcome in pools.run(layout, _train, _words(task, MOE, more, _sizes(layout))):
         assert outcome.error is None, outcome.error
         for name in ("lm_loss", "grad_norm"):
-            assert outcome.column(name) == pytest.approx(alone.column(name), rel=EQUAL)
-        assert outcome.column("lm_loss", "valid") == pytest.approx(alone.column("lm_loss", "valid"), rel=EQUAL)
+            assert outcome.column(name) == pytest.approx(wanted.column(name), rel=EQUAL)
+        assert outcome.column("lm_loss", "valid") == pytest.approx(wanted.column("lm_loss", "valid"), rel=EQUAL)
 
 
 def _measured(ctx: ParallelContext, argv: list[str], folder: str) -> str:
@@ -89,16 +98,28 @@ def _measured(ctx: ParallelContext, argv: list[str], folder: str) -> str:
     return (Path(folder) / "metrics.json").read_text() if ctx.rank == 0 else ""
 
 
+LEARNING = "--num-layers 2 --train-iters 30 --eval-iters 0 --lr 1e-2"
+
+
+@pytest.fixture(scope="module")
+def learned(pools: Pools, task: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a classifier that has learned the task, and what it told of itself."""
+    folder = tmp_path_factory.mktemp("learned")
+    return folder, pools.run(SINGLE, _measured, _words(task, LEARNING), str(folder))[0]
+
+
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, pp=2), Layout(4, tp=2)], ids=str)
-def test_metrics_count_every_text_once_on_every_layout(pools: Pools, task: str, tmp_path: Path, layout: Layout) -> None:
+def test_metrics_count_every_text_once_on_every_layout(
+    pools: Pools, task: str, learned: tuple[Path, str], tmp_path: Path, layout: Layout
+) -> None:
     """23 and 10 texts, which no batch divides; the task is learned."""
-    argv = _words(task, "--train-iters 30 --eval-iters 0 --lr 1e-2")
-    alone = json.loads(pools.run(SINGLE, _measured, argv, str(tmp_path / "a"))[0])
-    found = json.loads(pools.run(layout, _measured, [*argv, *_sizes(layout).split()], str(tmp_path / "b"))[0])
+    folder, told = learned
+    argv = [*_words(task, LEARNING, _sizes(layout)), "--load", str(folder)]
+    found, wanted = json.loads(pools.run(layout, _measured, argv, str(tmp_path))[0]), json.loads(told)
     assert {name: figures["samples"] for name, figures in found.items()} == {"valid": 23, "test": 10}
     assert found["valid"]["accuracy"] > 0.8
     for name, figures in found.items():
-        assert figures == pytest.approx(alone[name], abs=1e-12)
+        assert figures == pytest.approx(wanted[name], abs=1e-12)
 
 
 def test_a_resume_goes_on_bit_for_bit(pools: Pools, task: str, tmp_path: Path) -> None:
@@ -112,28 +133,86 @@ def test_a_resume_goes_on_bit_for_bit(pools: Pools, task: str, tmp_path: Path) -
 
 
 def _started(ctx: ParallelContext, argv: list[str]) -> dict[str, Tensor]:
-    trainer = make_trainer(ctx, argv, [], None, CLASSIFIER)
-    trainer.run.log.say = lambda text: None  # type: ignore[method-assign]  # a test's log has no stream
-    start_from_encoder(trainer.run)
-    return state_of(trainer)
+    return state_of(make_trainer(ctx, argv, [], Text(), CLASSIFIER))
 
 
-def test_it_starts_from_the_encoder_of_a_pretrained_bert(pools: Pools, task: str, tmp_path: Path) -> None:
-    """Embedding, layers and pooler are those of the checkpoint, on tp 2 too; the head is new."""
+HEADS = {"model.classification_head.weight", "model.classification_head.bias"}
+
+
+@pytest.fixture(scope="module")
+def pretrained(pools: Pools, task: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder of a pretrained BERT, and how its training ended."""
+    folder = tmp_path_factory.mktemp("pretrained")
     vocabulary = next(word for word in task.split() if word.endswith("vocab.txt"))
-    prefix = write_sentences(tmp_path / "text", random_sentences(150))
-    pretraining = f"--vocab-file {vocabulary} --data-path {prefix} --eval-iters 0 --save {tmp_path}"
-    (pretrained,) = pools.run(SINGLE, _bert, _words(pretraining, MOE))
-    assert pretrained.error is None, pretrained.error
-    argv = _words(task, MOE, f"--seed 77 --pretrained-encoder {tmp_path}")
+    prefix = write_sentences(folder / "text", random_sentences(150))
+    pretraining = f"--vocab-file {vocabulary} --data-path {prefix} --eval-iters 0 --save {folder / 'run'}"
+    (outcome,) = pools.run(SINGLE, _bert, _words(pretraining, MOE))
+    assert outcome.error is None, outcome.error
+    return folder / "run", outcome
+
+
+@pytest.mark.parametrize("flag", ["--pretrained-checkpoint {}", "--load {} --finetune"])
+def test_it_starts_from_the_encoder_of_a_pretrained_bert(
+    pools: Pools, task: str, pretrained: tuple[Path, Outcome], flag: str
+) -> None:
+    """Embedding, layers and pooler are those of the checkpoint, on tp 2 too; the head is new."""
+    folder, before = pretrained
+    argv = _words(task, MOE, "--seed 77", flag.format(folder))
     (started,) = pools.run(SINGLE, _started, argv)
     names = {name for name in started if name.startswith("model.")}
-    heads = {"model.classification_head.weight", "model.classification_head.bias"}
-    assert all(torch.equal(started[name], pretrained.state[name]) for name in names - heads)
-    assert heads <= names and not {name for name in names if "lm_head" in name or "binary_head" in name}
+    assert all(torch.equal(started[name], before.state[name]) for name in names - HEADS)
+    assert names >= HEADS and not {name for name in names if "lm_head" in name or "binary_head" in name}
     halves = pools.run(Layout(2, tp=2), _started, [*argv, "--tensor-model-parallel-size", "2"])
     name = "model.encoder.layers.0.self_attention.linear_qkv.weight"
     torch.testing.assert_close(torch.cat([half[name] for half in halves]), started[name], rtol=0, atol=0)
+
+
+def test_a_restart_goes_on_from_its_own_checkpoint_and_another_task_takes_its_encoder(
+    pools: Pools, task: str, pretrained: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """The line that started the run starts it again; a classifier of other classes is refused, with both lists."""
+    argv = _words(task, MOE, f"--train-iters 4 --pretrained-checkpoint {pretrained[0]}")
+    (straight,) = pools.run(SINGLE, _train, argv)
+    folder = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    pools.run(SINGLE, _train, [*argv, *folder, "--exit-interval", "2"])
+    (ended,) = pools.run(SINGLE, _train, [*argv, *folder])
+    assert ended.error is None and ended.progress["iteration"] == 4
+    assert same_bits(ended.state, straight.state) == []
+    others = _words(task, MOE, f"--class-names no maybe yes --pretrained-checkpoint {tmp_path}")
+    error = pools.run(SINGLE, _train, others)[0].error
+    assert error is not None and error[1] == 21
+    assert "--class-names: ['no', 'maybe', 'yes'] here, ['yes', 'no', 'maybe'] in the checkpoint" in error[2]
+
+
+def test_a_bert_of_another_shape_is_refused_by_its_flags(
+    pools: Pools, task: str, pretrained: tuple[Path, Outcome]
+) -> None:
+    argv = _words(task, MOE, f"--pretrained-checkpoint {pretrained[0]} --bert-layout original --ffn-hidden-size 24")
+    error = pools.run(SINGLE, _train, argv)[0].error
+    assert error is not None and error[1] == 21
+    assert "--bert-layout: original here, megatron in the checkpoint" in error[2]
+    assert "--ffn-hidden-size: 24 here" in error[2]
+
+
+def test_it_starts_from_the_encoder_of_a_folder_of_hugging_face(pools: Pools, task: str, tmp_path: Path) -> None:
+    """Reference: transformers' pooler output under our head, in evaluation mode."""
+    words = len(PIECES)
+    config = transformers.BertConfig(
+        vocab_size=words, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    theirs = randomise(transformers.BertForPreTraining(config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    more = f"--bert-layout original --norm-epsilon 1e-12 --pretrained-checkpoint {tmp_path / 'theirs'}"
+    trainer = make_trainer(ParallelContext.single(), _words(task, more), [], Text(), CLASSIFIER)
+    model = trainer.run.built.model.eval()
+    tokens, mask = torch.arange(2 * 30).view(2, 30) % words, torch.ones(2, 30, dtype=torch.int64)
+    with torch.no_grad():
+        pooled = theirs.bert(input_ids=tokens, attention_mask=mask, token_type_ids=mask * 0).pooler_output
+        wanted = pooled @ model.classification_head.weight.t() + model.classification_head.bias
+        assert (model(tokens, mask, mask * 0) - wanted).abs().max() < EQUAL
+    (found,) = pools.run(SINGLE, _train, _words(task, more))
+    assert found.error is None and "the classification head is new" in found.said
 
 
 def test_metrics_are_the_hand_computed_ones() -> None:

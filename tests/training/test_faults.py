@@ -158,20 +158,19 @@ def _global_batches(ranks_seen: list[list[list[int]]], steps: int) -> list[list[
     ]
 
 
-def test_loader_processes_go_on_where_they_were(corpus: str, tmp_path: Path) -> None:
-    """With 2 of them, which fetch ahead. In processes of their own: a worker of a pool may have no children."""
-    argv = flags(corpus, DROPOUT, "--num-workers 2 --train-iters 6")
-    logs = [tmp_path / f"{name}.jsonl" for name in ("straight", "broken")]
-    parts = (
-        [*argv, "--log-json", str(logs[0])],
-        [*argv, "--log-json", str(logs[1]), "--save", str(tmp_path / "run"), "--exit-interval", "3"],
-        [*argv, "--log-json", str(logs[1]), "--load", str(tmp_path / "run")],
-    )
-    for place, part in enumerate(parts):
-        with ranks(1, part, tmp_path / str(place)) as running:
+def test_loader_processes_go_on_where_they_were(pools: Pools, corpus: str, tmp_path: Path) -> None:
+    """With 2 of them, which fetch ahead, as without any. In processes: a worker of a pool may have no children."""
+    argv = flags(corpus, DROPOUT, "--train-iters 6")
+    straight = _run(pools, SINGLE, argv)[0].column("lm_loss")
+    log = tmp_path / "broken.jsonl"
+    more = ["--num-workers", "2", "--log-json", str(log)]
+    for place, part in enumerate(
+        (["--save", f"{tmp_path}/run", "--exit-interval", "3"], ["--load", f"{tmp_path}/run"])
+    ):
+        with ranks(1, [*argv, *more, *part], tmp_path / str(place)) as running:
             assert running.wait() == [0], running.outputs
-    straight, broken = ([e["lm_loss"] for e in read_run(log).events if e["event"] == "train"] for log in logs)
-    assert straight == broken and len(straight) == 6
+    assert [event["lm_loss"] for event in read_run(log).events if event["event"] == "train"] == straight
+    assert len(straight) == 6
 
 
 @pytest.mark.parametrize("how", ["SIGUSR1", pytest.param("budget", marks=pytest.mark.full)])

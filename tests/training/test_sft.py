@@ -15,7 +15,7 @@ from megatron_parm.parallel.context import ParallelContext
 from tests.harness.layouts import Layout
 from tests.harness.pools import Pools
 from tests.models.gpt_cases import build, small_shape
-from tests.training.runs import MOE, flags, run_training, same_bits
+from tests.training.runs import MOE, Event, Text, flags, make_trainer, run_training, same_bits
 
 PARTS = [([1, 2, 3, 4, 12], [0, 0, 1, 1, 1]), ([5, 6, 7, 12], [0, 1, 1, 1]), ([8, 9, 12], [0, 0, 1])]
 
@@ -159,3 +159,27 @@ def test_what_stands_at_padding_changes_nothing_of_the_experts(pools: Pools, cha
     for name in ("lm_loss", "load_balancing_loss", "grad_norm", "moe"):
         assert first.column(name) == second.column(name) != seen.column(name)
     assert same_bits(first.state, second.state) == [] != same_bits(first.state, seen.state)
+
+
+def test_a_run_counts_the_answers_alone_by_hand(tmp_path) -> None:
+    """A model that gives 20 the probability 1/2, 21 1/4 and each of the 29 other words 1/116, whatever came before.
+
+    Answers are 20, 21 and the end: (ln 2 + ln 4 + ln 116) / 3. The question's second number would add another ln 116.
+    """
+    lines = [{"prompt": f"{n % 20} 7 ", "completion": "20 21"} for n in range(60)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    more = "--sft --sft-tokenizer-prompt-format identity --train-iters 1 --untie-embeddings-and-output-weights"
+    events: list[Event] = []
+    trainer = make_trainer(ParallelContext.single(), flags(f"{tmp_path}/chat.jsonl", more), events, Text())
+    weights = dict(trainer.run.built.model.named_parameters())
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.zero_()
+        weights["decoder.final_layernorm.bias"][0] = 1
+        weights["output_layer.weight"][:, 0] = -math.log(116)
+        weights["output_layer.weight"][20, 0], weights["output_layer.weight"][21, 0] = -math.log(2), -math.log(4)
+    trainer.run.optimizer.masters.refresh()
+    trainer.train()
+    (loss,) = [event["lm_loss"] for event in events if event["event"] == "train"]
+    assert loss == pytest.approx((math.log(2) + math.log(4) + math.log(116)) / 3, rel=1e-6)
+    assert loss == pytest.approx(2.2776772, rel=1e-6)
