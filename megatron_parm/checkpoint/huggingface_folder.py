@@ -52,7 +52,11 @@ def plain_file(folder: Path, name: str) -> Path:
             f"{folder} names the file {name!r}, which could lead out of the folder; names may have letters, digits and "
             "._- only. Nothing was read from it"
         )
-    file = folder / name
+    return regular_file(folder / name)
+
+
+def regular_file(file: Path) -> Path:
+    """`file` itself. Raises UntrustedCheckpointError if it is a link, CheckpointError if it is no file."""
     if file.is_symlink():
         raise UntrustedCheckpointError(
             f"{file} is a symbolic link to {os.readlink(file)}; nothing outside the folder is read. Copy the folder "

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_parm.checkpoint import paths
 from megatron_parm.checkpoint.manifest import FileEntry, Manifest, parse_manifest
+from megatron_parm.checkpoint.megatron_folder import is_megatron_folder
 from megatron_parm.errors import CheckpointError, UntrustedCheckpointError
 from megatron_parm.parallel.agreement import on_every_rank, on_first_rank
 from megatron_parm.parallel.context import ParallelContext
@@ -93,6 +94,12 @@ def read_manifest_file(path: Path) -> bytes:
     try:
         return manifest.read_bytes()
     except FileNotFoundError:
+        if is_megatron_folder(path):
+            raise CheckpointError(
+                f"{path} is a checkpoint of Megatron. Its files are pickles, which no run reads; convert it once: "
+                f"tools/convert_checkpoint.py --from megatron --trust-checkpoint --load {path} --to megatron_parm "
+                "--save DIR, then --load DIR --finetune"
+            ) from None
         raise CheckpointError(
             f"{path} has no {paths.MANIFEST}: its save did not finish, or it was not made by this program"
         ) from None

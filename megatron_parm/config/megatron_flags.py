@@ -176,7 +176,10 @@ _CHECKPOINT: dict[str, Entry] = (
         "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "
         "non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication replication-jump replication-factor",
     )
-    | _refused("old Megatron checkpoints are not read in this release; leave it out", "trust-checkpoint")
+    | _refused(
+        "a run reads no pickle; convert the checkpoint with tools/convert_checkpoint.py --from megatron",
+        "trust-checkpoint",
+    )
 )
 
 _DISTRIBUTED: dict[str, Entry] = (

@@ -20,6 +20,7 @@ from megatron_parm.checkpoint.huggingface import (
     write_huggingface,
 )
 from megatron_parm.checkpoint.huggingface_folder import TOKENIZER_FILES, refuse_filled
+from megatron_parm.checkpoint.megatron_write import write_megatron
 from megatron_parm.checkpoint.whole_model import (
     TOKENIZER_FOLDER,
     SavedTensors,
@@ -35,10 +36,12 @@ from megatron_parm.parallel.context import ParallelContext
 from megatron_parm.parallel.sharding import saved_tensors, spec_of
 from megatron_parm.tokenizers.build import padded_vocab_size
 from megatron_parm.training.assemble import make_schedule, make_tokenizer, words_of_model
+from megatron_parm.training.convert_megatron import MegatronOptions, read_megatron
 from megatron_parm.training.progress_state import RunProgress
 
-Format = Literal["hf", "megatron_parm"]
-FORMATS: tuple[Format, ...] = ("hf", "megatron_parm")
+Format = Literal["hf", "megatron", "megatron_parm"]
+OF_MEGATRON = MegatronOptions()
+FORMATS: tuple[Format, ...] = ("hf", "megatron", "megatron_parm")
 BERT_HEADS = ("lm_head.", "output_layer.", "pooler.", "binary_head.")
 ORIGIN = "origin"  # of the JSON state: what a foreign format said that ours has no place for
 
@@ -182,6 +185,7 @@ def convert(
     *,
     ckpt_step: int | None = None,
     largest_file: int,
+    megatron: MegatronOptions = OF_MEGATRON,
 ) -> Converted:
     """Read `load`, check it against its settings, write `save`. Raises ConfigError and CheckpointError."""
     if target == "megatron_parm":
@@ -189,13 +193,18 @@ def convert(
             raise ConfigError(f"--save {save} is the folder of --load; name a new folder")
     else:
         refuse_filled(save)
-    model = read_own(load, ckpt_step) if source == "megatron_parm" else read_huggingface(load)
+    if source == "megatron":
+        model = read_megatron(load, ckpt_step, megatron)
+    else:
+        model = read_own(load, ckpt_step) if source == "megatron_parm" else read_huggingface(load)
     lines = (*model.notes, *check_whole(model, load))
     total = sum(info.bytes for info in model.tensors.entries.values())
     lines += (f"{len(model.tensors.entries)} tensors of {total / 1e6:.1f} MB",)
     if target == "hf":
         family = write_huggingface(save, model, largest_file=largest_file)
         lines += (f"written as {family}",)
+    elif target == "megatron":
+        lines += write_megatron(save, model, megatron.sizes)
     else:
         lines += write_own(save, model, largest_file=largest_file)
     return Converted(save, lines)
