@@ -1,7 +1,4 @@
-"""Checkpoints of Megatron as ours and back. References: a writer of its own (`megatron_files.py`), and orders by hand.
-
-`tools/peers/megatron_judge.py` compares with megatron-core's own files and logits.
-"""
+"""Checkpoints of Megatron as ours and back. References: a writer of its own (`megatron_files.py`), and orders by hand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
