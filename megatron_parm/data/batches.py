@@ -5,6 +5,7 @@ nothing from torch's default random generator, so a resume sees the same dropout
 evaluation each hold a stream, and a number of consumed samples, of their own.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NotRequired, TypedDict, cast
 
@@ -51,8 +52,29 @@ def micro_batches(
         cast("Dataset[Sample]", dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=collate,
+        collate_fn=_collate_packed if num_workers else collate,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws a seed from the default generator
     )
-    return iter(loader)
+    return map(_unpack, loader) if num_workers else iter(loader)
+
+
+_Layout = list[tuple[str, torch.dtype, list[int]]]
+
+
+def _collate_packed(samples: Sequence[Sample]) -> tuple[Tensor, _Layout]:
+    """A micro-batch in one piece of memory: every tensor that a worker hands over costs a connection to it."""
+    columns = cast("dict[str, Tensor]", collate(samples))
+    names = sorted(columns, key=lambda name: -columns[name].element_size())  # so that each begins at a whole number
+    layout = [(name, columns[name].dtype, list(columns[name].shape)) for name in names]
+    return torch.cat([columns[name].flatten().view(torch.uint8) for name in names]), layout
+
+
+def _unpack(packed: tuple[Tensor, _Layout]) -> Batch:
+    memory, layout = packed
+    columns, start = {}, 0
+    for name, dtype, shape in layout:
+        stop = start + math.prod(shape) * dtype.itemsize
+        columns[name] = memory[start:stop].view(dtype).view(shape)
+        start = stop
+    return cast(Batch, columns)

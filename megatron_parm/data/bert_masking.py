@@ -4,6 +4,7 @@ Source: formats C.4. Every draw comes from one numpy `RandomState`, in Megatron'
 give the same sample.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -15,7 +16,7 @@ Ids = list[int]
 
 LONGEST_NGRAM = 3
 _NGRAM_WEIGHTS = 1.0 / np.arange(1, LONGEST_NGRAM + 1)
-_NGRAM_EDGES = (_NGRAM_WEIGHTS / _NGRAM_WEIGHTS.sum()).cumsum()
+_NGRAM_EDGES: list[float] = (_NGRAM_WEIGHTS / _NGRAM_WEIGHTS.sum()).cumsum().tolist()
 _MASKED, _KEPT = 0.8, 0.5  # [MASK] for 80 %; of the others one half stays, one half becomes a random token
 NO_LABEL = -1
 
@@ -151,10 +152,14 @@ def mask_tokens(
     order = list(range(len(words)))
     random.shuffle(order)
     output, labels = list(tokens), dict[int, int]()
-    for word in order:
-        if len(labels) >= count:
+    for step, word in enumerate(order):
+        room = count - len(labels)
+        if room <= 0:
             break
-        places = _run_of_words(words, word, count - len(labels), random)
+        if room < 1:  # part of a token: Megatron goes on, draws for every word that is left, and masks none
+            random.random_sample(len(order) - step)
+            break
+        places = _run_of_words(words, word, room, random)
         if places is None or any(place in labels for place in places):
             continue
         for place in places:
@@ -169,7 +174,7 @@ def _run_of_words(words: Sequence[Ids], word: int, room: float, random: np.rando
 
     As numpy's `choice` of 1, 2 or 3 by weight draws: one number, looked up in the cumulated weights.
     """
-    longest = 1 + int(_NGRAM_EDGES.searchsorted(random.random_sample(), side="right"))
+    longest = 1 + bisect_right(_NGRAM_EDGES, random.random_sample())
     for size in range(longest, 0, -1):
         places = [place for run in words[word : word + size] for place in run]
         if len(places) <= room:

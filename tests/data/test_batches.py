@@ -49,6 +49,29 @@ def test_collate_stacks_samples(dataset) -> None:
             assert np.array_equal(tensor[row].numpy(), dataset[number][name])
 
 
+class Mixed:
+    """Samples of numbers of 8, 4 and 1 bytes, of odd counts, a single one among them."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number):
+        return {
+            "mask": np.arange(3) > number,
+            "one": np.array(number),
+            "weight": np.full(5, number / 7, dtype=np.float32),
+            "tokens": np.arange(number, number + 3),
+        }
+
+
+def test_numbers_of_any_size_come_back_from_workers() -> None:
+    alone = list(micro_batches(Mixed(), SequentialSampler(6, 0, 3, 0, 1)))
+    with_workers = list(micro_batches(Mixed(), SequentialSampler(6, 0, 3, 0, 1), num_workers=1))
+    assert len(alone) == len(with_workers) == 2
+    for first, second in zip(alone, with_workers, strict=True):
+        assert same(first, second) and all(first[name].dtype == second[name].dtype for name in first)
+
+
 def test_workers_change_nothing(dataset) -> None:
     sampler = CyclicSampler(len(dataset), 0, 3, 0, 1)
     count = 2 * len(dataset) // 3
