@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron as ours and back. References: a writer of its own (`megatron_files.py`), and orders by hand."""
+"""Checkpoints of Megatron as ours and back. References: a writer of its own (`megatron_files.py`), orders by hand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_parm.checkpoint.huggingface import MemoryTensors, run_config
+from megatron_parm.checkpoint.huggingface import run_config
 from megatron_parm.checkpoint.megatron_parts import Slice, cut_out, grouped_slices, ordered_rows
 from megatron_parm.checkpoint.megatron_write import TargetSizes
 from megatron_parm.checkpoint.tensor_files import TensorInfo
@@ -47,13 +47,21 @@ def _ours(root: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors_of(root / "iter_0000000").items()}
 
 
+class _InMemory:
+    """Tensors that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.entries = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+        self.read = tensors.__getitem__
+
+
 def _model(settings: Mapping[str, Any]) -> WholeModel:
     config = run_config(SIZES | dict(settings), torch.float32)
     config = replace(config, data=replace(config.data, vocab_size=94))
     generator = torch.Generator().manual_seed(0)
     shapes = conversion.expected_shapes(config, 95)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return WholeModel(config, 95, MemoryTensors(tensors))
+    return WholeModel(config, 95, _InMemory(tensors))
 
 
 @pytest.mark.cover(name=list(MODELS), tp=[1, 2], pp=[1, 2], ep=[1, 2])
