@@ -3,7 +3,8 @@
 Reductions and the AlltoAlls of an MoE layer share the links, and only the AlltoAlls are waited for: a bucket that runs
 beside one delays backward by what it takes of the link, and hides nothing that it would not hide a little later beside
 attention. So buckets that become complete inside the backward of a watched layer wait until it has ended. The end of
-backward sends whatever still waits. What this brings is measured in docs/parallelism.md.
+backward sends whatever still waits. On the cluster measured in docs/performance.md, "Gradient reduction", waiting took
+as long as sending at once, and both 0.82 of the step without overlap.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,7 +15,9 @@ from megatron_parm.parallel.context import ParallelContext
 SEED = 1234
 
 
-def build_probe(shape: LayerShape, ctx: ParallelContext, dtype: torch.dtype) -> MoELayer:
+def build_probe(
+    shape: LayerShape, ctx: ParallelContext, dtype: torch.dtype, *, balance_coefficient: float = 0.01
+) -> MoELayer:
     """An MoE layer of `shape` without biases; GELU, or SwiGLU where an expert has three products."""
     settings = GateSettings(
         num_experts=shape.num_experts,
@@ -26,7 +28,7 @@ def build_probe(shape: LayerShape, ctx: ParallelContext, dtype: torch.dtype) -> 
         drop_policy="probs",
         pads_to_capacity=shape.pads,
         pre_softmax=shape.topk == 1,
-        balance_coefficient=0.01,
+        balance_coefficient=balance_coefficient,
         z_coefficient=None,
         router_dtype=torch.float32,
     )

@@ -16,7 +16,7 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_parm.data.indexed_writer import IndexedWriter
-from tests.training.processes import free_port
+from tests.training.processes import free_port, ranks
 
 ROOT = Path(__file__).parents[2]
 LOSSES = re.compile(r"^ iteration +(\d+)/ +20 .* lm loss: (\S+) ", re.MULTILINE)
@@ -58,6 +58,21 @@ def _run(script: str, folder: Path, variables: dict[str, str]) -> str:
     return found.stdout + found.stderr
 
 
+TORCHRUN = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$0.called"\n'
+
+
+def flags_given(script: str, folder: Path, variables: dict[str, str], *more: str) -> list[str]:
+    """The flags with which a script of examples/ would start pretrain_gpt.py under torchrun, which is stood in for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torchrun = folder / "torchrun"
+    torchrun.write_text(TORCHRUN)
+    torchrun.chmod(0o755)
+    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["bash", f"examples/{script}.sh", *more], cwd=ROOT, env=environment, check=True, timeout=60)
+    words = (folder / "torchrun.called").read_text().splitlines()
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
 @pytest.fixture(scope="module")
 def of_2021(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the command of 2021 printed."""
@@ -80,8 +95,11 @@ def test_todays_command_trains_experts(assets: dict[str, str], tmp_path: Path) -
 
 
 def test_both_describe_one_model(assets: dict[str, str], tmp_path: Path, of_2021: str) -> None:
-    said = _run("megatron_current_style", tmp_path, {**assets, "NUM_EXPERTS": "0", "EP": "1"})
-    assert LOSSES.findall(said) == LOSSES.findall(of_2021)
+    variables = {**assets, "NUM_EXPERTS": "0", "EP": "1", "CHECKPOINT_PATH": str(tmp_path)}
+    argv = flags_given("megatron_current_style", tmp_path / "bin", variables)
+    with ranks(2, [*argv, "--num-workers", "0"], tmp_path / "logs") as running:
+        assert running.wait(seconds=200) == [0, 0], running.outputs[-3000:]
+        assert LOSSES.findall(running.outputs) == LOSSES.findall(of_2021), running.outputs[-3000:]
 
 
 def test_the_default_data_are_the_quickstarts() -> None:
