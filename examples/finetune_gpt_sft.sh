@@ -28,7 +28,7 @@ $python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py
   --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1.25 \
   --tokenizer-type GPT2BPETokenizer --vocab-file "$folder/data/vocab.json" --merge-file "$folder/data/merges.txt" \
   --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 \
-  --sft --sft-tokenizer-prompt-format identity --data-path "$folder/chat.jsonl" --split 90,10,0 \
+  --sft --sft-tokenizer-prompt-format identity --data-path "$folder/chat.jsonl" --split 90,8,2 \
   --load "$folder/checkpoints" --finetune --save "$folder/sft" \
   --layer-lr-decay 0.9 --micro-batch-size 4 --global-batch-size 8 --train-iters "$iterations" \
   --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 5 --num-workers 0 \
