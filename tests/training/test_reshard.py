@@ -21,7 +21,7 @@ from megatron_parm.training.resume import model_tensors, optimizer_tensors
 from megatron_parm.training.trainer import Trainer
 from tests.data.bert_texts import random_sentences, write_sentences, write_vocabulary
 from tests.harness.layouts import SINGLE, Layout
-from tests.harness.pools import Pools
+from tests.harness.pools import Pool, Pools
 from tests.training.runs import MOE, Event, Text, flags, make_trainer
 
 SAME_LOSS = 1e-9  # relative, float64: other layouts add the same numbers in another order
@@ -161,7 +161,7 @@ class Runs:
     """Runs of the four models; what was saved, and the run that was never stopped, are made once."""
 
     def __init__(self, pools: Pools, corpora: dict[str, str], folder: Path, steps: int) -> None:
-        self._pools = pools
+        self.pools = pools
         self.steps = steps  # after the save
         self._corpora = corpora
         self._folder = folder
@@ -177,7 +177,7 @@ class Runs:
         if model == "bert":
             at = argv.index("--vocab-size")
             del argv[at : at + 2]
-        outcomes: list[Outcome] = self._pools.run(place.layout, _train, argv, model == "bert")
+        outcomes: list[Outcome] = self.pools.run(place.layout, _train, argv, model == "bert")
         return outcomes
 
     def saved(self, kind: str, place: Place) -> tuple[Path, dict[str, Tensor]]:
@@ -256,6 +256,22 @@ def test_moments_that_are_not_those_of_the_checkpoint_would_be_seen(runs: Runs) 
     golden = runs.straight("gpt-moe", Place(SINGLE))[SAVED_AT:]
     assert outcomes[0].losses[0] == pytest.approx(golden[0], rel=SAME_LOSS)
     assert outcomes[0].losses[2:] != pytest.approx(golden[2:], rel=1e-5)
+
+
+def test_three_ranks_go_on_from_the_cut_moments_of_two(runs: Runs, corpus: str, tmp_path: Path) -> None:
+    """FC-18: ZeRO-1 on a number of ranks that no tensor divides by, at an equal global batch."""
+    argv = flags(corpus, RUN, f"--global-batch-size 6 --train-iters {SAVED_AT + 3}", "--use-distributed-optimizer")
+    (alone,) = runs.pools.run(SINGLE, _train, argv, False)
+    saving = [*argv, "--save", str(tmp_path), "--exit-interval", str(SAVED_AT)]
+    state = _whole([outcome.after for outcome in runs.pools.run(Layout(2), _train, saving, False)])
+    three = Pool(3)
+    try:
+        outcomes = three.run_layout(Layout(3), _train, [*argv, "--load", str(tmp_path)], False)
+    finally:
+        three.kill()
+    assert _differing(_whole([outcome.before for outcome in outcomes]), state) == []
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(alone.losses[SAVED_AT:], rel=SAME_LOSS)
 
 
 def test_there_are_more_than_a_hundred_pairs() -> None:
