@@ -375,11 +375,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append({"layout": str(layout), "schedule": schedule, **found})
                 if everyone.rank == 0:
                     print(f"{layout!s:62} {schedule:10}" + "".join(f"{v:17.1e}" for v in found.values()), flush=True)
+        if everyone.rank == 0 and flags.json:  # which takes part in every row
+            Path(flags.json).write_text(json.dumps(rows, indent=1))
         launch.shutdown(everyone)
 
     code = guarded(work)
-    if code == 0 and flags.json and rows:
-        Path(flags.json).write_text(json.dumps(rows, indent=1))
     is_within = all(row[title] <= limit for row in rows for title, limit in LIMITS.items())  # type: ignore[operator]
     return code or int(not is_within)
 
