@@ -91,5 +91,5 @@ def test_flags_that_cannot_be_meant_are_code_2(
 
 def test_a_run_that_is_to_load_it_is_told_the_converter(theirs: Path) -> None:
     (checkpoint,) = theirs.glob("iter_*")
-    with pytest.raises(CheckpointError, match="convert it once: tools/convert_checkpoint.py --from megatron"):
+    with pytest.raises(CheckpointError, match=r"convert it once: tools/convert_checkpoint\.py --from megatron"):
         read_manifest_file(checkpoint)
