@@ -6,6 +6,7 @@ would tell them. What they run is `pretrain`, the whole of pretrain_gpt.py, or t
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -64,6 +65,8 @@ def _life(
     os.environ.update({name: str(value) for name, value in zip(LAUNCHER_VARIABLES, values, strict=True)})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # what a shell starts in the background ignores the keyboard's signal, and so would this process
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with nullcontext() if fault is None else fault(rank):
         code = main(argv)
     sys.exit(code)
