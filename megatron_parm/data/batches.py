@@ -52,7 +52,7 @@ def micro_batches(
         cast("Dataset[Sample]", dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate_packed if num_workers else collate,
+        collate_fn=(_pack_tensor if pin_memory else _pack) if num_workers else collate,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(0),  # else DataLoader draws a seed from the default generator
     )
@@ -62,16 +62,22 @@ def micro_batches(
 _Layout = list[tuple[str, torch.dtype, list[int]]]
 
 
-def _collate_packed(samples: Sequence[Sample]) -> tuple[Tensor, _Layout]:
-    """A micro-batch in one piece of memory: every tensor that a worker hands over costs a connection to it."""
+def _pack(samples: Sequence[Sample]) -> tuple["np.ndarray", _Layout]:
+    """A micro-batch as one array, which travels through the worker's pipe: a tensor would cost a connection to it."""
     columns = cast("dict[str, Tensor]", collate(samples))
     names = sorted(columns, key=lambda name: -columns[name].element_size())  # so that each begins at a whole number
     layout = [(name, columns[name].dtype, list(columns[name].shape)) for name in names]
-    return torch.cat([columns[name].flatten().view(torch.uint8) for name in names]), layout
+    return torch.cat([columns[name].flatten().view(torch.uint8) for name in names]).numpy(), layout
 
 
-def _unpack(packed: tuple[Tensor, _Layout]) -> Batch:
-    memory, layout = packed
+def _pack_tensor(samples: Sequence[Sample]) -> tuple[Tensor, _Layout]:
+    """The same as a tensor, which the loader's thread copies into pinned memory."""
+    memory, layout = _pack(samples)
+    return torch.from_numpy(memory), layout
+
+
+def _unpack(packed: "tuple[Tensor | np.ndarray, _Layout]") -> Batch:
+    memory, layout = torch.as_tensor(packed[0]), packed[1]
     columns, start = {}, 0
     for name, dtype, shape in layout:
         stop = start + math.prod(shape) * dtype.itemsize
