@@ -22,9 +22,11 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository: this runs without an installation
 
+from megatron_parm.config.checks import NEED_SLOTS
 from megatron_parm.moe.cost import LayerShape
 from megatron_parm.moe.layer import MoELayer
 from megatron_parm.moe.probe import build_probe
+from megatron_parm.moe.schedules import SCHEDULES
 from megatron_parm.parallel.context import ParallelContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,10 +81,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("iters", 10, "timed passes of each"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    parser.add_argument("--schedule", default="s1", help="of our layer (default s1)")
+    dropless = [name for name in SCHEDULES if name not in NEED_SLOTS]
+    parser.add_argument("--schedule", choices=dropless, default="s1", help="of our layer (default s1)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default fp32")
     parser.add_argument("--profile", action="store_true", help="print where the time of a pass of each goes")
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    for name in ("num_experts", "topk", "tokens", "hidden", "ffn", "iters"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1")
+    if flags.topk > flags.num_experts:
+        parser.error(f"--topk {flags.topk} must not be above --num-experts {flags.num_experts}")
+    return flags
 
 
 def compare(flags: argparse.Namespace) -> dict[str, float]:

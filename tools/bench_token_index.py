@@ -18,6 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_parm.data.token_index import build_token_index, plan_epochs
+from megatron_parm.errors import ConfigError
 
 MIB = 1 << 20
 
@@ -36,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="default: 1024")
     parser.add_argument("--epochs", type=float, default=1.0, metavar="N", help="samples to ask for (default: 1)")
     flags = parser.parse_args(argv)
+    for name in ("documents", "longest", "seq_length", "epochs"):
+        value = getattr(flags, name)
+        if not value > 0:
+            error = ConfigError(f"--{name.replace('_', '-')} {value} must be above 0")
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
     lengths = np.random.RandomState(1).randint(1, flags.longest + 1, flags.documents, dtype=np.int32)
     tokens = int(lengths.sum(dtype=np.int64))
     requested = max(1, int(flags.epochs * tokens / flags.seq_length) - 1)

@@ -31,3 +31,10 @@ def test_two_layers_that_differ_are_not_timed() -> None:
         pytest.raises(ValueError, match="the layer and the loop over experts differ by"),
     ):
         bench_experts.main(SMALL)
+
+
+@pytest.mark.parametrize("wrong", ["--hidden 0", "--num-experts 0", "--topk 9", "--schedule s2"])
+def test_what_cannot_be_timed_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench_experts.main(wrong.split())
+    assert left.value.code == 2 and wrong.split(maxsplit=1)[0] in capsys.readouterr().err.splitlines()[-1]

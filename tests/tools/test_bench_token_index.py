@@ -17,3 +17,9 @@ def test_it_prints_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert found is not None
     assert 9000 < int(found[1]) < 11000 and found[2] == "3" and int(found[3]) == (3 * int(found[1]) - 1) // 16
     assert int(found[5]) < int(found[6]) < 100_000
+
+
+@pytest.mark.parametrize("flag", ["--documents", "--longest", "--seq-length", "--epochs"])
+def test_a_size_of_nothing_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag, "0"]) == 2
+    assert f"error: {flag} 0" in capsys.readouterr().err
